@@ -1,0 +1,172 @@
+"""Parameters → chunks: what is fetched, stepped and evicted together. Pure planning; moves nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from sidestep.errors import CapacityError
+from sidestep.placement import RESIDENT, Placement
+from sidestep.probe import CUT_ELEMENTS, Cut, Cutting
+
+MAX_CHUNK_BYTES = 64 * 2**20
+_CHUNKS_WANTED = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A parameter with all that planning needs to know of it."""
+
+    parameter: torch.nn.Parameter
+    name: str
+    group: int
+    placement: Placement
+    address: torch.device  # where it lives
+    is_on_device: bool
+    cutting: Cutting
+    is_whole: bool = False  # must not be cut, whatever the optimizer allows
+
+    @property
+    def offloads(self) -> bool:
+        return self.is_on_device and self.placement.offloads
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of state for each element that will leave the device, as the probe predicts them."""
+        if not self.offloads or self.parameter.numel() < self.placement.min_elements:
+            return 0
+        kinds = self.cutting.kinds_for(self.parameter)
+        return sum((kind.dtype or self.parameter.dtype).itemsize for kind in kinds if kind.elementwise)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.parameter.numel() * self.bytes_per_element
+
+    @property
+    def is_sliceable(self) -> bool:
+        parameter = self.parameter
+        exact = self.address.type != "cpu" or parameter.dtype in (torch.float32, torch.float64)
+        return self.cutting.cut is Cut.ELEMENT and exact and not self.is_whole and parameter.is_contiguous()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements [start, stop) of one parameter, in the order of memory."""
+
+    subject: Subject
+    start: int
+    stop: int
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        return self.subject.parameter
+
+    @property
+    def is_slice(self) -> bool:
+        return self.stop - self.start != self.parameter.numel()
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """The unit of transfer. ``pieces`` are sorted by group. ``address`` is ``None`` where nothing is offloaded."""
+
+    pieces: tuple[Piece, ...]
+    address: torch.device | None
+
+    @functools.cached_property
+    def groups(self) -> list[int]:
+        return sorted({piece.subject.group for piece in self.pieces})
+
+    @functools.cached_property
+    def is_coupled(self) -> bool:
+        """Whether the update shares values between these parameters, so that it runs even where gradients are missing."""
+        return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)
+
+    def pieces_of(self, group: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.subject.group == group]
+
+
+def default_chunk_bytes(subjects: Sequence[Subject]) -> int:
+    """min(64 MiB, offloaded bytes ÷ 16), but the smallest slice at least: a small model must not pay for a big ring."""
+    smallest_slice = max((CUT_ELEMENTS * subject.bytes_per_element for subject in subjects), default=0)
+    wanted = sum(subject.state_bytes for subject in subjects) // _CHUNKS_WANTED
+    return max(1, smallest_slice, min(MAX_CHUNK_BYTES, wanted))
+
+
+def plan_chunks(subjects: Sequence[Subject], chunk_bytes: int) -> list[Chunk]:
+    """Chunks of at most ``chunk_bytes`` of state each, where the optimizer's step may be cut so finely.
+
+    Raises:
+        CapacityError: ``chunk_bytes`` cannot hold the state of the smallest slice of a parameter.
+    """
+    if any(subject.cutting.cut is Cut.OPTIMIZER for subject in subjects):
+        return [_one_piece(subjects)]
+    chunks = []
+    for group in sorted({subject.group for subject in subjects}):
+        members = [subject for subject in subjects if subject.group == group]
+        if members[0].cutting.cut is Cut.GROUP:
+            chunks.append(_one_piece(members))
+            continue
+        moving = [subject for subject in members if subject.state_bytes]
+        staying = [_whole(subject) for subject in members if not subject.state_bytes]
+        for address in dict.fromkeys(subject.address for subject in moving):
+            chunks.extend(_pack([s for s in moving if s.address == address], chunk_bytes, address))
+        if staying:
+            chunks.append(Chunk(tuple(staying), _only_address([piece.subject for piece in staying])))
+    return chunks
+
+
+def _one_piece(subjects: Sequence[Subject]) -> Chunk:
+    """All of it in one chunk. State on several devices cannot share a slot, so there it stays resident."""
+    address = _only_address(subjects)
+    if address is None:
+        subjects = [dataclasses.replace(subject, placement=RESIDENT) for subject in subjects]
+    return Chunk(tuple(_whole(subject) for subject in subjects), address)
+
+
+def _only_address(subjects: Sequence[Subject]) -> torch.device | None:
+    addresses = {subject.address for subject in subjects if subject.offloads}
+    return addresses.pop() if len(addresses) == 1 else None
+
+
+def _pack(subjects: Sequence[Subject], chunk_bytes: int, address: torch.device) -> list[Chunk]:
+    """Greedily: small parameters together, a large one in slices of its own."""
+    chunks: list[Chunk] = []
+    packed: list[Piece] = []
+    packed_bytes = 0
+    for subject in subjects:
+        is_large = subject.state_bytes > chunk_bytes and subject.is_sliceable
+        if packed and (is_large or packed_bytes + subject.state_bytes > chunk_bytes):
+            chunks.append(Chunk(tuple(packed), address))
+            packed, packed_bytes = [], 0
+        if is_large:
+            chunks.extend(Chunk((piece,), address) for piece in _slices(subject, chunk_bytes))
+        else:
+            packed.append(_whole(subject))
+            packed_bytes += subject.state_bytes
+    if packed:
+        chunks.append(Chunk(tuple(packed), address))
+    return chunks
+
+
+def _whole(subject: Subject) -> Piece:
+    return Piece(subject, 0, subject.parameter.numel())
+
+
+def _slices(subject: Subject, chunk_bytes: int) -> list[Piece]:
+    elements = subject.parameter.numel()
+    least = CUT_ELEMENTS * subject.bytes_per_element
+    if chunk_bytes < least:
+        raise CapacityError(
+            f"chunk_bytes={chunk_bytes:,} cannot hold the state of {CUT_ELEMENTS:,} elements of {subject.name}, the"
+            f" smallest slice there is: {least:,} bytes is the least that works"
+        )
+    step = chunk_bytes // least * CUT_ELEMENTS
+    return [Piece(subject, start, min(start + step, elements)) for start in range(0, elements, step)]

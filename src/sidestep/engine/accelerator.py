@@ -1,0 +1,100 @@
+"""The seam on real streams, through torch's generic accelerator interface: CUDA, ROCm, XPU. No decisions here.
+
+A machine without an accelerator cannot run this file, so it stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sidestep.engine.device import DeviceMemory, Event, Stream
+from sidestep.engine.workers import HostEvent, HostWorker
+from sidestep.errors import PinError
+
+
+class DeviceStream:
+    """A torch stream with a name."""
+
+    def __init__(self, name: str, stream: torch.Stream) -> None:
+        self.name = name
+        self.stream = stream
+
+
+class Accelerator:
+    """One accelerator. Implements ``sidestep.engine.device.Device``."""
+
+    def __init__(self, address: torch.device) -> None:
+        self.address = address
+
+    def new_stream(self, name: str, *, host: bool = False) -> Stream:
+        return HostWorker(name) if host else DeviceStream(name, torch.Stream(device=self.address))
+
+    def current_stream(self) -> DeviceStream:
+        return DeviceStream("current", torch.accelerator.current_stream(self.address))
+
+    def record(self, stream: Any) -> Event:
+        return stream.record() if isinstance(stream, HostWorker) else stream.stream.record_event()
+
+    def wait(self, stream: Any, event: Any, *, site: str) -> None:
+        if isinstance(stream, HostWorker):
+            stream.launch(event.synchronize)
+        else:
+            assert not isinstance(event, HostEvent), "a device stream cannot wait for a host worker"
+            stream.stream.wait_event(event)
+
+    def synchronize(self, event: Any, *, site: str) -> None:
+        event.synchronize()
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad(), stream.stream:
+            target.copy_(source, non_blocking=True)
+
+    def launch(self, stream: Any, function: Callable[[], None]) -> None:
+        stream.launch(function)
+
+    def empty(self, byte_count: int) -> torch.Tensor:
+        return torch.empty(byte_count, dtype=torch.uint8, device=self.address)
+
+    def release(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream.stream)
+
+    def pin(self, byte_count: int) -> torch.Tensor:
+        return self._register(byte_count) if self.address.type == "cuda" else self._pin_by_torch(byte_count)
+
+    def memory(self) -> DeviceMemory:
+        backend = getattr(torch, self.address.type)
+        return DeviceMemory(backend.memory_allocated(self.address), backend.max_memory_allocated(self.address))
+
+    def _register(self, byte_count: int) -> torch.Tensor:
+        """Own pages, registered with the driver: torch's pinned allocator would round up to a power of two."""
+        buffer = mmap.mmap(-1, max(1, byte_count))
+        memory = torch.frombuffer(buffer, dtype=torch.uint8)[:byte_count]
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self.address):
+            status = runtime.cudaHostRegister(memory.data_ptr(), len(buffer), 1)  # 1: portable, for every device
+        if int(status) != 0:
+            self._clear_error()
+            raise PinError(f"the driver refused to page-lock {byte_count:,} bytes of host memory ({status})")
+        weakref.finalize(memory.untyped_storage(), self._unregister, buffer, memory.data_ptr()).atexit = False
+        return memory
+
+    def _clear_error(self) -> None:
+        with contextlib.suppress(RuntimeError):  # or the next kernel of somebody else would report the refused pin
+            torch.zeros(1, device=self.address)
+
+    def _unregister(self, buffer: mmap.mmap, address: int) -> None:
+        torch.accelerator.synchronize(self.address)  # a copy may still be using it
+        torch.cuda.cudart().cudaHostUnregister(address)
+        del buffer  # kept until here
+
+    def _pin_by_torch(self, byte_count: int) -> torch.Tensor:
+        try:
+            return torch.empty(byte_count, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise PinError(f"the driver refused to page-lock {byte_count:,} bytes of host memory: {error}") from error

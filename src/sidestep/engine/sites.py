@@ -1,0 +1,28 @@
+"""Why each wait exists: its name, and the hazard it guards against.
+
+A wait is made with one of these names. The tests delete each in turn and must then see damage.
+"""
+
+FETCH_WAITS_SLOT_MEMORY = "fetch waits for slot memory"
+FETCH_WAITS_SLOT_DRAINED = "fetch waits for slot drained"
+FETCH_WAITS_OWN_EVICTION = "fetch waits for own eviction"
+FETCH_WAITS_GATHER = "fetch waits for gather"
+UPDATE_WAITS_FETCH = "update waits for fetch"
+UPDATE_WAITS_NEWBORN_EVICTED = "update waits for newborn state evicted"
+EVICT_WAITS_UPDATE = "evict waits for update"
+SCATTER_WAITS_EVICTION = "scatter waits for eviction"
+HOST_READS_EVICTED = "host reads evicted state"
+HOST_READS_SCATTERED = "host reads scattered state"
+
+HAZARDS: dict[str, str] = {
+    FETCH_WAITS_SLOT_MEMORY: "a new slot's memory may still be in use by earlier work of the stream that allocated it",
+    FETCH_WAITS_SLOT_DRAINED: "the slot's last state would be overwritten before it has been copied out",
+    FETCH_WAITS_OWN_EVICTION: "a chunk would be fetched again, into another slot, before its last state has arrived",
+    FETCH_WAITS_GATHER: "staging would be sent to the device before the host worker has filled it",
+    UPDATE_WAITS_FETCH: "the update would read state that has not arrived",
+    UPDATE_WAITS_NEWBORN_EVICTED: "memory of state made in this step would be reused before it has been copied out",
+    EVICT_WAITS_UPDATE: "state would be copied out before the update has written it",
+    SCATTER_WAITS_EVICTION: "the host worker would read staging before the device has filled it",
+    HOST_READS_EVICTED: "the host would read or change state that is still on its way",
+    HOST_READS_SCATTERED: "the host would read or change state that the host worker has not put in its place",
+}

@@ -1,0 +1,343 @@
+"""The ring of slots that chunks pass through on the device, each slot paired with the events that guard it.
+
+A slot goes round: FREE → FILLING (its chunk is being fetched) → READY (the update may use it) → DRAINING (its chunk is
+being evicted) → FREE. A draining slot counts as free: whoever fills it next waits, on the device, for it to drain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from sidestep.chunks import Chunk, Piece
+from sidestep.engine import sites
+from sidestep.engine.device import Device, Event, Stream
+from sidestep.engine.stores import HostStore, Slab, TensorLayout, memory_of
+from sidestep.engine.traffic import Traffic
+
+_REGULAR = 1.25  # a chunk may exceed the chunk size by this factor before it is given memory for its own time only
+
+
+@dataclasses.dataclass(eq=False)
+class Home:
+    """Where one state tensor rests: its bytes in a slab, and the live host tensor on them."""
+
+    slab: Slab
+    offset_bytes: int
+    layout: TensorLayout
+    tensor: torch.Tensor
+    is_filled: bool = False  # False from its making until the step that makes it has ended
+
+    def bytes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Bytes [start, stop) of the tensor in the slab, uint8."""
+        end = self.layout.byte_count if stop is None else stop
+        return self.slab.memory[self.offset_bytes + start : self.offset_bytes + end]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One run of bytes that lies together in a slab and in the slot."""
+
+    slab: Slab
+    slab_offset: int
+    slot_offset: int
+    byte_count: int
+
+    @property
+    def at_rest(self) -> torch.Tensor:
+        return self.slab.memory[self.slab_offset : self.slab_offset + self.byte_count]
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.slot_offset : self.slot_offset + self.byte_count]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """One state tensor, or its slice, in a slot."""
+
+    offset_bytes: int
+    layout: TensorLayout
+    home: Home
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkLayout:
+    """How a chunk's state at rest lies in a slot. Empty where it has none yet."""
+
+    spans: tuple[Span, ...]
+    tensors: dict[Piece, dict[str, Placed]]
+    byte_count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loose:
+    """State on the device, outside the slot, on its way to ``target`` (host bytes, uint8)."""
+
+    tensor: torch.Tensor
+    target: torch.Tensor
+
+
+class Slot:
+    """A staging buffer on the device. The events say what must be over before the next use."""
+
+    def __init__(self) -> None:
+        self.chunk: Chunk | None = None
+        self.layout: ChunkLayout | None = None
+        self.buffer: torch.Tensor | None = None  # (bytes,) uint8, on the device
+        self.staging: torch.Tensor | None = None  # (bytes,) uint8, page-locked host memory, for pageable spans only
+        self.fetched: Event | None = None  # guards the update: the chunk's state is in the buffer
+        self.gathered: Event | None = None  # guards the fetch: the host worker has filled the staging
+        self.drained: Event | None = None  # guards the next fetch: nobody reads or writes the buffer any more
+        self.newborn: list[torch.Tensor] = []  # state made by the update, being copied out of its own memory
+        self.newborn_stream: Stream | None = None  # the stream that this memory belongs to
+        self._views: tuple[ChunkLayout, torch.Tensor, dict[Piece, dict[str, torch.Tensor]]] | None = None
+
+    def views(self) -> dict[Piece, dict[str, torch.Tensor]]:
+        """The chunk's state tensors, as views of the buffer, by piece and name."""
+        assert self.layout is not None
+        if self.buffer is None:
+            return {}
+        if self._views is None or self._views[0] is not self.layout or self._views[1] is not self.buffer:
+            buffer = self.buffer
+            made = {
+                piece: {
+                    name: placed.layout.view_of(buffer[placed.offset_bytes :][: placed.layout.byte_count])
+                    for name, placed in named.items()
+                }
+                for piece, named in self.layout.tensors.items()
+            }
+            self._views = (self.layout, buffer, made)
+        return self._views[2]
+
+
+class Ring:
+    """The slots of one device, and the streams that fill and drain them."""
+
+    def __init__(self, device: Device, store: HostStore, traffic: Traffic, slot_count: int, chunk_bytes: int) -> None:
+        self.device = device
+        self._store = store
+        self._traffic = traffic
+        self.chunk_bytes = chunk_bytes
+        self._slot_bytes = 0
+        self._fetch = device.new_stream("fetch")
+        self._evict = device.new_stream("evict")
+        self._worker: Stream | None = None
+        self._free = deque(Slot() for _ in range(slot_count))
+        self._filling: deque[Slot] = deque()
+        self._ready: Slot | None = None
+        self._upcoming: deque[tuple[Chunk, ChunkLayout]] = deque()
+        self._evictions: dict[Chunk, Event] = {}
+
+    # The step calls these, in this order.
+
+    def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]]) -> None:
+        """The chunks that the next step will take, in order. Keeps what is prefetched already, if it is the right start."""
+        regular = [layout.byte_count for _, layout in upcoming if self._is_regular(layout)]
+        self._slot_bytes = max(regular, default=0)
+        prefetched = [(slot.chunk, slot.layout) for slot in self._filling]
+        if prefetched != list(upcoming[: len(prefetched)]):
+            self._discard_prefetched()
+            prefetched = []
+        self._upcoming = deque(upcoming[len(prefetched) :])
+
+    def prefetch(self) -> None:
+        """Start fetching what is expected, as far as the ring reaches, but make no room for irregular chunks."""
+        with contextlib.suppress(torch.OutOfMemoryError):  # then the step itself fetches, or reports the error
+            while self._free and self._upcoming and self._is_regular(self._upcoming[0][1]):
+                self._begin_next()
+
+    def take(self, chunk: Chunk) -> Slot:
+        """The chunk's slot. What the current stream does from now on sees the chunk's state in it."""
+        while self._free and self._upcoming:
+            self._begin_next()
+        slot = self._ready = self._filling.popleft()
+        assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
+        self._finish(slot)
+        self._free_newborn(slot)
+        if slot.fetched is not None:
+            self._wait(self.device.current_stream(), slot.fetched, sites.UPDATE_WAITS_FETCH)
+        return slot
+
+    def evict(self, slot: Slot, loose: Sequence[Loose], *, with_slot: bool) -> None:
+        """Copy the chunk's new state out: the slot's own bytes (``with_slot``) and ``loose`` tensors."""
+        assert slot.chunk is not None and slot.layout is not None
+        spans = slot.layout.spans if with_slot else ()
+        if spans or loose or slot.fetched is not None:
+            self._drain(slot, spans, loose)
+        slot.chunk, slot.fetched, slot.gathered, self._ready = None, None, None, None
+        self._free.append(slot)
+        if slot.buffer is not None and slot.buffer.numel() > self._slot_bytes:
+            self._free_buffer(slot)
+
+    def land(self) -> None:
+        """Block the host until all state is at rest, and forget what was prefetched."""
+        if self._worker is not None:
+            self._synchronize(self._worker, sites.HOST_READS_SCATTERED)
+        self._synchronize(self._evict, sites.HOST_READS_EVICTED)
+        self._discard_prefetched()
+        if self._ready is not None:  # a step failed: its update may still be at work in the slot
+            self._ready.drained = self.device.record(self.device.current_stream())
+            self._reset(self._ready)
+            self._ready = None
+        self._upcoming.clear()
+        self._evictions.clear()
+
+    def close(self) -> None:
+        """Land, and give the slots' memory back."""
+        self.land()
+        for slot in self._free:
+            self._free_newborn(slot)
+            self._free_buffer(slot)
+            slot.staging = None
+
+    def abandon(self) -> None:
+        """Let go of the slots' memory without waiting: nobody will ask for the state any more."""
+        for slot in [*self._free, *self._filling]:
+            for tensor in slot.newborn:
+                self.device.release(tensor, self._evict)
+            self._free_buffer(slot)
+
+    # Filling.
+
+    def _begin_next(self) -> None:
+        chunk, layout = self._upcoming[0]
+        slot = self._free[0]
+        if layout.spans:
+            self._make_room(slot, layout)
+            self._begin(slot, chunk, layout)
+        slot.chunk, slot.layout = chunk, layout
+        self._upcoming.popleft()
+        self._filling.append(self._free.popleft())
+
+    def _begin(self, slot: Slot, chunk: Chunk, layout: ChunkLayout) -> None:
+        assert slot.buffer is not None
+        if slot.drained is not None:
+            self._wait(self._fetch, slot.drained, sites.FETCH_WAITS_SLOT_DRAINED)
+        own_eviction = self._evictions.get(chunk)
+        if own_eviction is not None:
+            self._wait(self._fetch, own_eviction, sites.FETCH_WAITS_OWN_EVICTION)
+        direct = [span for span in layout.spans if not self._is_staged(slot, span)]
+        for span in direct:
+            self.device.copy(self._fetch, span.within(slot.buffer), span.at_rest)
+        if direct:
+            slot.fetched = self.device.record(self._fetch)
+        staged = [span for span in layout.spans if self._is_staged(slot, span)]
+        if staged:
+            assert self._worker is not None and slot.staging is not None
+            self.device.launch(self._worker, partial(_gather, staged, slot.staging))
+            slot.gathered = self.device.record(self._worker)
+        self._traffic.fetched_chunks += 1
+        self._traffic.to_device_bytes += sum(span.byte_count for span in layout.spans)
+
+    def _finish(self, slot: Slot) -> None:
+        """Send what a host worker has gathered: the device cannot wait for the worker, so the host does."""
+        if slot.gathered is None:
+            return
+        assert slot.layout is not None and slot.buffer is not None and slot.staging is not None
+        self._count(sites.FETCH_WAITS_GATHER)
+        self.device.synchronize(slot.gathered, site=sites.FETCH_WAITS_GATHER)
+        for span in slot.layout.spans:
+            if self._is_staged(slot, span):
+                self.device.copy(self._fetch, span.within(slot.buffer), span.within(slot.staging))
+        slot.fetched = self.device.record(self._fetch)
+
+    def _make_room(self, slot: Slot, layout: ChunkLayout) -> None:
+        byte_count = max(layout.byte_count, self._slot_bytes if self._is_regular(layout) else 0)
+        if slot.buffer is None or slot.buffer.numel() < byte_count:
+            self._free_newborn(slot)
+            self._free_buffer(slot)
+            slot.buffer = self.device.empty(byte_count)
+            self._traffic.add_staging(byte_count)
+            allocated = self.device.record(self.device.current_stream())
+            self._wait(self._fetch, allocated, sites.FETCH_WAITS_SLOT_MEMORY)
+        if any(not span.slab.is_pinned for span in layout.spans):
+            self._make_staging(slot, byte_count)
+
+    def _make_staging(self, slot: Slot, byte_count: int) -> None:
+        if self._worker is None:
+            self._worker = self.device.new_stream("worker", host=True)
+        if slot.staging is None or slot.staging.numel() < byte_count:
+            slot.staging = None
+            slot.staging = self._store.pin_staging(self.device, byte_count)
+
+    # Draining.
+
+    def _drain(self, slot: Slot, spans: Sequence[Span], loose: Sequence[Loose]) -> None:
+        assert slot.chunk is not None
+        current = self.device.current_stream()
+        self._wait(self._evict, self.device.record(current), sites.EVICT_WAITS_UPDATE)
+        for span in spans:
+            assert slot.buffer is not None
+            target = span.within(slot.staging) if self._is_staged(slot, span) else span.at_rest  # type: ignore[arg-type]
+            self.device.copy(self._evict, target, span.within(slot.buffer))
+        for item in loose:
+            self.device.copy(self._evict, item.target, memory_of(item.tensor))
+        slot.drained = self._evictions[slot.chunk] = self.device.record(self._evict)
+        slot.newborn.extend(item.tensor for item in loose)
+        slot.newborn_stream = current
+        self._traffic.add_staging(sum(item.target.numel() for item in loose))
+        staged = [span for span in spans if self._is_staged(slot, span)]
+        if staged:
+            assert self._worker is not None and slot.staging is not None
+            self._wait(self._worker, slot.drained, sites.SCATTER_WAITS_EVICTION)
+            self.device.launch(self._worker, partial(_scatter, staged, slot.staging))
+        self._traffic.evicted_chunks += bool(spans or loose)
+        moved = sum(span.byte_count for span in spans) + sum(item.target.numel() for item in loose)
+        self._traffic.to_host_bytes += moved
+
+    def _free_newborn(self, slot: Slot) -> None:
+        if slot.newborn:
+            assert slot.newborn_stream is not None
+            self._wait(slot.newborn_stream, slot.drained, sites.UPDATE_WAITS_NEWBORN_EVICTED)
+            self._traffic.add_staging(-sum(tensor.nbytes for tensor in slot.newborn))
+            slot.newborn.clear()
+
+    def _free_buffer(self, slot: Slot) -> None:
+        if slot.buffer is not None:
+            self.device.release(slot.buffer, self._fetch)
+            self.device.release(slot.buffer, self._evict)
+            self._traffic.add_staging(-slot.buffer.numel())
+            slot.buffer, slot._views = None, None
+
+    def _discard_prefetched(self) -> None:
+        while self._filling:
+            self._reset(self._filling.pop())
+
+    def _reset(self, slot: Slot) -> None:
+        slot.chunk, slot.fetched, slot.gathered = None, None, None
+        self._free.appendleft(slot)
+
+    # Small words.
+
+    def _is_regular(self, layout: ChunkLayout) -> bool:
+        return layout.byte_count <= self.chunk_bytes * _REGULAR
+
+    @staticmethod
+    def _is_staged(slot: Slot, span: Span) -> bool:
+        return not span.slab.is_pinned and slot.staging is not None
+
+    def _wait(self, stream: Stream, event: Event, site: str) -> None:
+        self._count(site)
+        self.device.wait(stream, event, site=site)
+
+    def _synchronize(self, stream: Stream, site: str) -> None:
+        self._count(site)
+        self.device.synchronize(self.device.record(stream), site=site)
+
+    def _count(self, site: str) -> None:
+        self._traffic.waits[site] += 1
+
+
+def _gather(spans: Sequence[Span], staging: torch.Tensor) -> None:
+    for span in spans:
+        span.within(staging).copy_(span.at_rest)
+
+
+def _scatter(spans: Sequence[Span], staging: torch.Tensor) -> None:
+    for span in spans:
+        span.at_rest.copy_(span.within(staging))

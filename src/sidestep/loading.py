@@ -1,0 +1,102 @@
+"""Loading a state dict: checked as a whole first, then taken over, without a detour over the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from sidestep.chunks import Subject
+from sidestep.errors import StateDictError
+from sidestep.probe import Cutting
+from sidestep.rest import may_rest
+
+if TYPE_CHECKING:
+    from sidestep.schedule import Schedule
+
+StateDict = dict[str, Any]
+
+
+def check_fits(state_dict: StateDict, schedule: Schedule) -> None:
+    """Refuse a state dict that does not fit the optimizer, before anything is changed.
+
+    Raises:
+        StateDictError: it says which group or parameter does not fit, and how.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise StateDictError('this is not an optimizer\'s state dict: it has no "state" and "param_groups"')
+    groups, saved = schedule.optimizer.param_groups, state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise StateDictError(f"the state dict has {len(saved)} parameter groups, the optimizer {len(groups)}")
+    for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        mine, theirs = len(group["params"]), len(saved_group["params"])
+        if mine != theirs:
+            raise StateDictError(f"group {index} has {theirs} parameters in the state dict, {mine} in the optimizer")
+    names = schedule.names()
+    for parameter, entries, cutting in _matched(state_dict, schedule):
+        _check_entries(names[parameter], parameter, entries, schedule.optimizer.state.get(parameter, {}), cutting)
+
+
+def _matched(
+    state_dict: StateDict, schedule: Schedule
+) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], Cutting]]:
+    """Each parameter that the state dict has entries for."""
+    pairs = zip(schedule.optimizer.param_groups, state_dict["param_groups"], schedule.cuttings_now(), strict=True)
+    for group, saved_group, cutting in pairs:
+        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+            if key in state_dict["state"]:
+                yield parameter, state_dict["state"][key], cutting
+
+
+def _check_entries(
+    name: str, parameter: torch.nn.Parameter, entries: dict[str, Any], own: dict[str, Any], cutting: Cutting
+) -> None:
+    expected = {kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise}
+    expected.update({key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor)})
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor) and key in expected and value.shape != expected[key]:
+            raise StateDictError(
+                f"{key!r} of {name} has shape {tuple(value.shape)} in the state dict, and {tuple(expected[key])} is"
+                f" needed for a parameter of shape {tuple(parameter.shape)}. Nothing was loaded"
+            )
+
+
+def load(state_dict: StateDict, schedule: Schedule) -> None:
+    """Take over a state dict that fits. Tensors keep their dtypes; what is offloaded goes straight to its home."""
+    optimizer = schedule.optimizer
+    loaded = [(parameter, entries) for parameter, entries, _ in _matched(state_dict, schedule)]
+    scalars = {
+        key: {k: v for k, v in entries.items() if not _is_array(v)} if isinstance(entries, dict) else entries
+        for key, entries in state_dict["state"].items()
+    }
+    saved_groups = [{k: v for k, v in group.items() if k != "offload"} for group in state_dict["param_groups"]]
+    schedule.expect_edits()
+    _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
+    schedule.plan()
+    subjects = {subject.parameter: subject for subject in schedule.subjects}
+    for parameter, entries in loaded:
+        own = optimizer.state[parameter]
+        arrays = {key: _near(value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
+        optimizer.state[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
+    schedule.prepare()
+
+
+def _load_plain(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """The optimizer's own loading, for groups and scalars: it knows about older formats."""
+    hooks = {name: value for name, value in vars(optimizer).items() if name.startswith("_optimizer_load_state_dict")}
+    vars(optimizer).update({name: type(value)() for name, value in hooks.items()})  # the wrapper fires them
+    try:
+        type(optimizer).load_state_dict(optimizer, state_dict)
+    finally:
+        vars(optimizer).update(hooks)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _near(value: torch.Tensor, subject: Subject) -> torch.Tensor:
+    """State that is not offloaded goes to its parameter's device; other state is on its way to its home."""
+    return value if may_rest(value, subject) else value.to(subject.address)

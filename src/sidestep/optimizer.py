@@ -1,0 +1,332 @@
+"""``offload`` and the optimizer it returns: the face that training loops, schedulers and scalers see."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from sidestep import loading
+from sidestep.engine.limits import parse_bytes
+from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
+from sidestep.placement import Placement, Policy
+from sidestep.report import Report, report_of
+from sidestep.schedule import Schedule, Settings, abandon
+
+_OWN = "offload"
+"""The key of a parameter group that holds the group's own policy."""
+
+
+def offload(
+    optimizer: Optimizer,
+    placement: Policy = Placement(),  # noqa: B008 - frozen, and the default that the signature should show
+    *,
+    model: torch.nn.Module | None = None,
+    overlap: str | None = None,
+    path: str | None = None,
+    device: torch.device | str | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    pinned_memory: int | str | None = None,
+    chunk_bytes: int | str | None = None,
+    slots: int | None = None,
+    verify: int = 0,
+) -> OffloadOptimizer:
+    """Let the optimizer's state rest in host memory. The numbers stay bit for bit those of the plain optimizer.
+
+    Use the result in the optimizer's place; the rest of the loop is unchanged. Nothing is moved before the first step,
+    so that this may come before ``model.to(device)``. Where parameters are on the host already, steps are the plain ones.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer`` but LBFGS, with or without state.
+        placement: where state rests, for all parameters, or a callable ``(name, parameter, group) -> Placement``. A
+            group's own ``"offload"`` key (``True``, ``False`` or a ``Placement``) wins over it.
+        model: gives the parameters names, for error messages and callables.
+        pinned_memory: bytes of host memory to page-lock at most, or text such as ``"16GiB"``; default: half of what the
+            process can get. State beyond it rests in pageable memory and passes through a page-locked ring.
+        chunk_bytes: bytes of state moved at a time; default: 64 MiB, less for small models.
+        slots: chunks that may be on the device at a time, 3 by default; device memory for state is
+            ``slots × chunk_bytes``.
+        overlap, path, device, device_memory, host_memory, verify: not built yet.
+
+    Raises:
+        UnsupportedOptimizerError: not an optimizer, one that is wrapped already, one without parameters, or LBFGS.
+        PlacementError: an argument that makes no sense.
+        NotYetError: an argument for something that is not built yet.
+    """
+    later = {
+        "overlap": overlap,
+        "path": path,
+        "device": device,
+        "device_memory": device_memory,
+        "host_memory": host_memory,
+        "verify": verify or None,
+    }
+    for name, value in later.items():
+        if value is not None:
+            raise NotYetError(f"offload({name}=...) is not built yet; leave it out")
+    _check_optimizer(optimizer)
+    if not isinstance(placement, Placement) and not callable(placement):
+        raise PlacementError(f"placement={placement!r}: give a sidestep.Placement, or a callable that returns one")
+    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
+        raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
+    settings = Settings(
+        policy=placement,
+        names={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
+        pinned_memory_bytes=None if pinned_memory is None else parse_bytes("pinned_memory", pinned_memory),
+        chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
+        slots=3 if slots is None else slots,
+    )
+    return OffloadOptimizer(optimizer, settings)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, OffloadOptimizer):
+        raise UnsupportedOptimizerError("this optimizer is offloaded already; call restore() on it to start afresh")
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedOptimizerError(
+            f"offload needs a torch.optim.Optimizer, and got {type(optimizer).__name__}: build the optimizer first, then"
+            " sidestep.offload(optimizer)"
+        )
+    if getattr(optimizer.step, "_is_sidestep_refusal", False):
+        raise UnsupportedOptimizerError("this optimizer is wrapped by sidestep.offload already; use what offload returned")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "LBFGS cannot be offloaded: it evaluates the model several times inside one step and its state is one history"
+            " over all parameters at once, so there is nothing to move chunk by chunk"
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise UnsupportedOptimizerError("this optimizer has no parameters, so there is nothing to offload")
+
+
+class OffloadOptimizer(Optimizer):
+    """The wrapped optimizer, with its state at rest on the host. Made by ``offload``.
+
+    It shares ``param_groups``, ``defaults`` and all hooks with the wrapped optimizer, whose own ``step`` raises from now
+    on. ``state`` and ``state_dict`` show offloaded tensors on the CPU, exact and live.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: Settings) -> None:
+        # Optimizer.__init__ is not called: groups, defaults and hooks are the wrapped optimizer's own.
+        self._original = optimizer
+        self._settings = settings
+        self._own_policies: list[Any] = []
+        self._collect_own_policies()
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
+        self._patch_step_function()
+        self._schedule = Schedule(self._original, self._settings, self._own_policies)
+        self._original_step = vars(self._original).get("step")
+        self._original.step = _refusal(self._original)  # type: ignore[method-assign]
+        weakref.finalize(self, abandon, self._schedule.rings).atexit = False
+
+    # What is shared with the wrapped optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._original.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._original.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._original.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._original.defaults = defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of each parameter. Reading it waits for what is in flight, so that it is exact and may be edited.
+
+        Read it anew after each step; edits through a reference kept from before a step may be lost.
+        """
+        self._require_live()
+        self._schedule.expect_edits()
+        return self._original.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._schedule.expect_edits()
+        self._original.state = state
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return bool(getattr(self._original, "_step_supports_amp_scaling", False))
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what this object does not have itself.
+        original = self.__dict__.get("_original")
+        if original is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(original, name)
+        if isinstance(value, types.MethodType):
+            raise NotYetError(
+                f"{type(original).__name__}.{name}() is not built yet for an offloaded optimizer: it may touch state"
+                " that rests on the host. Call restore(), then the method, then offload again"
+            )
+        return value
+
+    def __repr__(self) -> str:
+        return f"OffloadOptimizer of {self._original!r}"
+
+    # Stepping.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of the wrapped optimizer. The work is enqueued on return, as with any optimizer on a device.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once, before anything is fetched.
+
+        Raises:
+            torch.OutOfMemoryError: with a report of who holds what, and what to try next.
+            BrokenStepError: an earlier step failed half way.
+        """
+        self._require_live()
+        self._schedule.check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._collect_own_policies()
+        lent = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        vars(self._original).update(lent)
+        try:
+            self._schedule.step()
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
+        finally:
+            for name in lent:
+                vars(self._original).pop(name, None)
+        self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
+        return loss
+
+    def _out_of_memory(self, error: BaseException) -> str:
+        schedule = self._schedule
+        ring_bytes = self._settings.slots * schedule.chunk_bytes
+        least = schedule.least_ring_bytes()
+        return (
+            f"{error}\n\nin OffloadOptimizer.step(). {self.report()}\n\n"
+            f"The ring of {self._settings.slots} slots wants {ring_bytes:,} bytes. Next things to try: a smaller ring,"
+            f" sidestep.offload(optimizer, chunk_bytes={schedule.chunk_bytes // 4 or 1}, slots=2), of which the least that"
+            f" works is {least:,} bytes (slots=1); a smaller batch; activation checkpointing."
+        )
+
+    def synchronize(self) -> None:
+        """Wait until all offloaded state is exact and at rest on the host."""
+        self._require_live()
+        self._schedule.land()
+
+    def report(self) -> Report:
+        """What is held where, what was moved, what was waited for: measured, as a table. Waits for nothing."""
+        return report_of(self._schedule)
+
+    def restore(self) -> Optimizer:
+        """The wrapped optimizer, with all its state back on its device. This object is of no use afterwards.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for the state. Nothing is lost: go on with this object.
+        """
+        self._require_live()
+        self._collect_own_policies()
+        self._schedule.bring_back()
+        for group, own in zip(self.param_groups, self._own_policies, strict=True):
+            if own is not None:
+                group[_OWN] = own
+        del self._original.step
+        if self._original_step is not None:
+            self._original.step = self._original_step  # type: ignore[method-assign]
+        self._is_restored = True
+        return self._original
+
+    _is_restored = False
+
+    def _require_live(self) -> None:
+        if self._is_restored:
+            raise SidestepError("this optimizer was given back by restore(); use the optimizer which that returned")
+
+    # Groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As on the wrapped optimizer; the group may have its own ``"offload"`` key."""
+        self._require_live()
+        own = param_group.get(_OWN)
+        plain = {key: value for key, value in param_group.items() if key != _OWN}
+        type(self._original).add_param_group(self._original, plain)
+        self._own_policies.append(own)
+
+    def _collect_own_policies(self) -> None:
+        """Take the groups' ``"offload"`` keys into a table of our own: they belong to the run, not to the checkpoint."""
+        groups = self.param_groups
+        del self._own_policies[len(groups) :]
+        self._own_policies.extend([None] * (len(groups) - len(self._own_policies)))
+        for index, group in enumerate(groups):
+            if _OWN in group:
+                self._own_policies[index] = group.pop(_OWN)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's layout. Offloaded tensors are on the CPU, exact now, and live: copy to keep one."""
+        self._require_live()
+        self._collect_own_policies()
+        self._schedule.expect_edits()
+        kind = type(self._original)
+        if kind.state_dict is not Optimizer.state_dict:
+            return kind.state_dict(self._original)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the plain optimizer or of an offloaded one. Dtypes are kept; nothing goes to the device.
+
+        Raises:
+            StateDictError: it does not fit; nothing was changed.
+        """
+        self._require_live()
+        self._collect_own_policies()
+        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hook_result = pre_hook(self, state_dict)
+            if hook_result is not None:
+                state_dict = hook_result
+        loading.check_fits(state_dict, self._schedule)
+        loading.load(state_dict, self._schedule)
+        self._schedule.broken_by = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # Copies. As with any optimizer, hooks are not copied.
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        return {"original": self._original, "settings": self._settings, "own_policies": self._own_policies}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._original = state["original"]
+        self._settings = state["settings"]
+        self._own_policies = state["own_policies"]
+        self._set_up()
+
+
+def _refusal(optimizer: Optimizer) -> types.MethodType:
+    """A ``step`` for the wrapped optimizer that raises, and looks right to schedulers made before."""
+
+    def step(self: Optimizer, *_: Any, **__: Any) -> None:
+        raise SidestepError(
+            f"this {type(self).__name__} is wrapped by sidestep.offload: call step() on the optimizer that offload"
+            " returned, or restore() on that to have this one back"
+        )
+
+    step._is_sidestep_refusal = True  # type: ignore[attr-defined]
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return types.MethodType(step, optimizer)

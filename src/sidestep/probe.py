@@ -1,0 +1,333 @@
+"""Finds out how an optimizer's step may be cut, by running its own class and settings on small synthetic parameters.
+
+Whole against cut, bit by bit, at several gradient scales. The finest cut that changes no bit is the one to use. The same
+runs show what state the optimizer keeps, from which chunks are planned before any state exists.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import itertools
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sidestep.wrapped import Group, GroupValues, State, step_on
+
+CUT_ELEMENTS = 1024
+"""Parameters are cut at multiples of this many elements: vectorised CPU kernels then treat each element alike."""
+
+_SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (2560,), 2: (130, 36), 3: (12, 16, 15), 4: (8, 6, 8, 8), 5: (4, 4, 4, 8, 6)}
+_GRADIENT_SCALES = (1.0, 1e-3, 1e3, 1.0)
+
+
+class Cut(enum.IntEnum):
+    """The finest part of the work that may be stepped alone."""
+
+    ELEMENT = 0
+    PARAMETER = 1
+    GROUP = 2
+    OPTIMIZER = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class StateKind:
+    """One state tensor that the optimizer keeps for a parameter of some number of dimensions."""
+
+    name: str
+    dtype: torch.dtype | None  # None: the parameter's own
+    elementwise: bool  # shaped as the parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutting:
+    """How one group may be cut, and the state that each of its parameters will have, by number of dimensions."""
+
+    cut: Cut
+    kinds: dict[int, tuple[StateKind, ...]]
+    reason: str
+
+    def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
+        return self.kinds.get(min(parameter.ndim, max(_SHAPES)), ())
+
+
+def probe(optimizer: torch.optim.Optimizer) -> list[Cutting]:
+    """How each group of ``optimizer`` may be cut. Changes nothing, draws no random numbers, touches no device."""
+    signatures = [_signature(group) for group in optimizer.param_groups]
+    kept: list[int] = []  # two groups of each sort are enough to show coupling between groups
+    for index, signature in enumerate(signatures):
+        if sum(signatures[other] == signature for other in kept) < 2:
+            kept.append(index)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        found = {signatures[index]: _probe_group(optimizer, kept, index) for index in reversed(kept)}
+    cuttings = [found[signature] for signature in signatures]
+    coupled = [cutting for cutting in cuttings if cutting.cut is Cut.OPTIMIZER]
+    if coupled:
+        return [dataclasses.replace(c, cut=Cut.OPTIMIZER, reason=coupled[0].reason) for c in cuttings]
+    return cuttings
+
+
+def accepts_sparse_gradients(optimizer: torch.optim.Optimizer, group_index: int) -> bool:
+    """Whether the optimizer's step works on a sparse gradient, with this group's settings."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            _run_whole(_Twin(optimizer, [group_index], initial_state=False, sparse=True))
+        except Exception:  # any refusal, in the optimizer's own words, is the answer
+            return False
+    return True
+
+
+def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) -> Cutting:
+    target = kept.index(index)
+    failure: Exception | None = None
+    # Some optimizers make state when they are built (Adagrad), some take only sparse gradients (SparseAdam).
+    for sparse, initial_state in itertools.product((False, True), (False, True)):
+        try:
+            whole = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
+            _run_whole(whole)
+        except Exception as error:  # noqa: BLE001 - whatever a third party's step raises, the next way is tried
+            failure = failure or error
+            continue
+        kinds = _kinds(whole, target)
+        for cut in (Cut.PARAMETER, Cut.GROUP) if sparse else (Cut.ELEMENT, Cut.PARAMETER, Cut.GROUP):
+            twin = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
+            if _is_same_when_cut(twin, whole, target, cut):
+                return Cutting(cut, kinds, _REASONS[cut])
+        return Cutting(Cut.OPTIMIZER, kinds, _REASONS[Cut.OPTIMIZER])
+    return Cutting(Cut.OPTIMIZER, {}, f"its step failed on synthetic parameters ({failure!r}), so it is not cut")
+
+
+_REASONS = {
+    Cut.ELEMENT: "each element is updated alone",
+    Cut.PARAMETER: "the update looks at a parameter as a whole",
+    Cut.GROUP: "the update shares values across the parameters of a group",
+    Cut.OPTIMIZER: "the update shares values across groups, or keeps them in the optimizer itself",
+}
+
+
+class _Twin:
+    """An optimizer of the same class and settings on synthetic parameters, two for each number of dimensions."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kept: list[int], *, initial_state: bool, sparse: bool
+    ) -> None:
+        self.sparse = sparse
+        generator = torch.Generator().manual_seed(0)
+        groups = [optimizer.param_groups[index] for index in kept]
+        self.parameters = [
+            [
+                torch.nn.Parameter(torch.randn(_SHAPES[ndim], generator=generator, device="cpu", dtype=torch.float32))
+                for ndim in _ndims(group)
+                for _ in range(2)
+            ]
+            for group in groups
+        ]
+        self.optimizer = _copy_without_parameters(optimizer, groups, self.parameters)
+        if initial_state:
+            self._imitate_state(optimizer, groups)
+
+    def _imitate_state(self, optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
+        for group, parameters in zip(groups, self.parameters, strict=True):
+            samples = {p.ndim: p for p in group["params"] if vars(optimizer)["state"].get(p)}
+            for parameter in parameters:
+                sample = samples.get(parameter.ndim)
+                if sample is not None:
+                    state = vars(optimizer)["state"][sample]
+                    self.optimizer.state[parameter] = {k: _imitate(v, sample, parameter) for k, v in state.items()}
+
+    def set_gradients(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(1 + step)
+        for parameters in self.parameters:
+            for parameter in parameters:
+                gradient = torch.randn(parameter.shape, generator=generator, device="cpu") * _GRADIENT_SCALES[step]
+                parameter.grad = gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient
+
+
+def _run_whole(twin: _Twin) -> None:
+    for step in range(len(_GRADIENT_SCALES)):
+        twin.set_gradients(step)
+        torch.manual_seed(step)
+        step_on(twin.optimizer, twin.optimizer.param_groups, twin.optimizer.state)
+
+
+def _is_same_when_cut(twin: _Twin, whole: _Twin, target: int, cut: Cut) -> bool:
+    """Whether stepping group ``target`` of ``twin`` in parts gives the bits that ``whole`` has."""
+    parts = list(_parts(twin.parameters[target], cut))
+    states: list[State] = [defaultdict(dict, _state_of(twin, part)) for part in parts]
+    try:
+        for step in range(len(_GRADIENT_SCALES)):
+            twin.set_gradients(step)
+            torch.manual_seed(step)
+            chunks_of_group = [len(parts)] * len(twin.optimizer.param_groups)
+            values = GroupValues(twin.optimizer.param_groups, chunks_of_group)
+            for part, state in zip(parts, states, strict=True):
+                _set_part_gradients(part)
+                lent = values.lend(target, [piece.view for piece in part])
+                before = dict(lent)
+                step_on(twin.optimizer, [lent], state)
+                values.take_back(target, lent, before)
+            values.write_back()
+    except Exception:  # noqa: BLE001 - a step that fails when cut must not be cut so
+        return False
+    return _is_same_end(twin, whole, target, parts, states)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """``view``: elements [start, stop) of ``parameter``, or the parameter itself."""
+
+    parameter: torch.nn.Parameter
+    view: torch.nn.Parameter
+    start: int
+    stop: int
+
+
+def _parts(parameters: list[torch.nn.Parameter], cut: Cut) -> Iterator[list[_Part]]:
+    if cut is Cut.GROUP:
+        yield [_Part(p, p, 0, p.numel()) for p in parameters]
+    elif cut is Cut.PARAMETER:
+        yield from ([_Part(p, p, 0, p.numel())] for p in parameters)
+    else:
+        for p in parameters:
+            edges = sorted({0, *range(CUT_ELEMENTS, p.numel(), 2 * CUT_ELEMENTS), p.numel()})
+            flat = p.detach().view(-1)
+            for start, stop in itertools.pairwise(edges):
+                yield [_Part(p, torch.nn.Parameter(flat[start:stop]), start, stop)]
+
+
+def _set_part_gradients(part: list[_Part]) -> None:
+    for piece in part:
+        if piece.view is not piece.parameter:
+            assert piece.parameter.grad is not None
+            piece.view.grad = piece.parameter.grad.view(-1)[piece.start : piece.stop]
+
+
+def _state_of(twin: _Twin, part: list[_Part]) -> State:
+    """The imitated initial state of these pieces, where there is one."""
+    return {
+        piece.view: {name: _piece_of(value, piece) for name, value in twin.optimizer.state[piece.parameter].items()}
+        for piece in part
+        if piece.parameter in twin.optimizer.state
+    }
+
+
+def _piece_of(value: Any, piece: _Part) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if piece.view is not piece.parameter and value.shape == piece.parameter.shape:
+        return value.view(-1)[piece.start : piece.stop].clone()
+    return value.clone()
+
+
+def _is_same_end(twin: _Twin, whole: _Twin, target: int, parts: list[list[_Part]], states: list[State]) -> bool:
+    for mine, theirs in zip(twin.parameters[target], whole.parameters[target], strict=True):
+        pieces = [(piece, state) for part, state in zip(parts, states, strict=True) for piece in part
+                  if piece.parameter is mine]
+        expected = whole.optimizer.state.get(theirs, {})
+        if not _same_bits(mine, theirs):
+            return False
+        for piece, state in pieces:
+            found = state.get(piece.view, {})
+            if found.keys() != expected.keys():
+                return False
+            if not all(_is_same_part(found[name], expected[name], piece) for name in expected):
+                return False
+    mine_group, their_group = (t.optimizer.param_groups[target] for t in (twin, whole))
+    return all(_same_bits(mine_group.get(key), value) for key, value in their_group.items() if key != "params")
+
+
+def _is_same_part(value: Any, expected: Any, piece: _Part) -> bool:
+    if piece.view is piece.parameter or not isinstance(expected, torch.Tensor) or expected.ndim == 0:
+        return _same_bits(value, expected)
+    if expected.shape != piece.parameter.shape or value.shape != piece.view.shape:
+        return False
+    return _same_bits(value, expected.reshape(-1)[piece.start : piece.stop])
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:
+        return _same_bits(a.to_dense(), b.to_dense())
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def _kinds(whole: _Twin, target: int) -> dict[int, tuple[StateKind, ...]]:
+    return {
+        parameter.ndim: tuple(
+            StateKind(name, None if value.dtype is parameter.dtype else value.dtype, value.shape == parameter.shape)
+            for name, value in whole.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.ndim > 0
+        )
+        for parameter in whole.parameters[target]
+    }
+
+
+def _ndims(group: Group) -> list[int]:
+    found = {min(parameter.ndim, max(_SHAPES)) for parameter in group["params"]}
+    return sorted(found - {0}) or sorted(found)
+
+
+def _signature(group: Group) -> tuple[Any, ...]:
+    """What matters to the shape of the computation: settings, not how large they are."""
+    unimportant = ("params", "lr", "initial_lr", "param_names", "name")
+    settings = ((k, _setting_signature(v)) for k, v in sorted(group.items()) if k not in unimportant)
+    return (tuple(_ndims(group)), isinstance(group.get("lr"), torch.Tensor), *settings)
+
+
+def _setting_signature(value: Any) -> str:
+    if isinstance(value, float):
+        return "0" if value == 0 else "inf" if math.isinf(value) else "float"
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)}"
+    return repr(value)
+
+
+def _copy_without_parameters(
+    optimizer: torch.optim.Optimizer, groups: list[Group], parameters: list[list[torch.nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` with these synthetic parameters, no state and no hooks; ``__init__`` is not run."""
+    memo: dict[int, Any] = {}
+    for group, synthetic in zip(groups, parameters, strict=True):
+        memo.update({id(p): synthetic[0] for p in group["params"] if synthetic})
+        memo[id(group["params"])] = synthetic
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "step") or name.endswith("_hooks"):
+            continue
+        vars(twin)[name] = _copy_setting(value, memo)
+    twin.__dict__.update(
+        {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")},
+        state=defaultdict(dict),
+        param_groups=[
+            {key: synthetic if key == "params" else _copy_setting(value, memo) for key, value in group.items()}
+            for group, synthetic in zip(groups, parameters, strict=True)
+        ],
+    )
+    for group in twin.param_groups:
+        if group.get("capturable"):
+            group["capturable"] = False  # allowed on accelerators only; it does not change what may be cut
+    return twin
+
+
+def _copy_setting(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor) and id(value) not in memo and value.device != torch.device("cpu"):
+        return torch.full(value.shape, 1e-3, dtype=value.dtype, device="cpu")  # reading it would block the host
+    if isinstance(value, torch.nn.Module):
+        return value
+    return copy.deepcopy(value, memo)
+
+
+def _imitate(value: Any, sample: torch.Tensor, parameter: torch.Tensor) -> Any:
+    """A stand-in for one entry of ``sample``'s state that fits ``parameter``, without reading a device."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    shape = parameter.shape if value.shape == sample.shape else value.shape
+    return torch.zeros(shape, dtype=value.dtype, device="cpu")

@@ -1,0 +1,157 @@
+"""What an offloading optimizer holds and has moved, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sidestep.engine.device import device_at
+from sidestep.probe import Cut
+from sidestep.wrapped import parameters_of
+
+if TYPE_CHECKING:
+    from sidestep.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """Bytes now, and the most there have been; ``None`` where the most was not measured."""
+
+    now: int
+    peak: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Bytes by place and category, bytes moved, waits by site. Every number is measured; prints as a table.
+
+    Attributes:
+        steps: steps made.
+        device_bytes: on all devices: ``parameters`` and ``gradients`` of the optimizer's groups, ``state`` that stays
+            on the device, ``staging`` (the ring, and state on its way out for the first time), ``other`` (allocated
+            there by anybody else: activations, other models, workspaces), ``total``.
+        host_bytes: ``pinned`` and ``pageable`` memory for state at rest and for staging.
+        moved_bytes: ``to_device`` and ``to_host``, over all steps.
+        waits: how often each wait was made, by site (``sidestep.engine.sites`` says why each exists).
+        chunks: number of chunks a step has; ``chunk_bytes``: their size limit; ``fetched_chunks`` and
+            ``evicted_chunks``: how many went each way, over all steps.
+        notes: what a reader should know, in sentences: how groups are cut, what is not offloaded and why.
+    """
+
+    steps: int
+    device_bytes: dict[str, Amount]
+    host_bytes: dict[str, Amount]
+    moved_bytes: dict[str, int]
+    waits: dict[str, int]
+    chunks: int
+    chunk_bytes: int
+    fetched_chunks: int
+    evicted_chunks: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sized = [("device", name, amount) for name, amount in self.device_bytes.items()]
+        sized += [("host", name, amount) for name, amount in self.host_bytes.items()]
+        rows = [("place", "category", "now", "peak")]
+        rows += [(place, name, _size(a.now), "" if a.peak is None else _size(a.peak)) for place, name, a in sized]
+        moved = [("moved", "bytes")] + [(name.replace("_", " "), _size(n)) for name, n in self.moved_bytes.items()]
+        waits = [("wait", "times")] + [(site, f"{count:,}") for site, count in sorted(self.waits.items())]
+        head = (
+            f"sidestep: {self.steps:,} steps, {self.chunks:,} chunks of at most {_size(self.chunk_bytes)};"
+            f" {self.fetched_chunks:,} fetched, {self.evicted_chunks:,} evicted"
+        )
+        blocks = [head, *map(_table, (rows, moved, waits)), "\n".join(self.notes)]
+        return "\n\n".join(block for block in blocks if block)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_number = [False if column[0] in ("place", "category", "moved", "wait") else True for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _size(byte_count: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(byte_count) >= factor:
+            return f"{byte_count / factor:,.1f} {unit}"
+    return f"{byte_count:,} B"
+
+
+def report_of(schedule: Schedule) -> Report:
+    """Measures ``schedule`` now. Changes nothing and waits for nothing."""
+    return Report(
+        steps=schedule.steps,
+        device_bytes=_device_bytes(schedule),
+        host_bytes={
+            "pinned": Amount(schedule.store.pinned_bytes, schedule.store.peak_pinned_bytes),
+            "pageable": Amount(schedule.store.pageable_bytes, schedule.store.peak_pageable_bytes),
+        },
+        moved_bytes={"to_device": schedule.traffic.to_device_bytes, "to_host": schedule.traffic.to_host_bytes},
+        waits=dict(schedule.traffic.waits),
+        chunks=len(schedule.chunks),
+        chunk_bytes=schedule.chunk_bytes,
+        fetched_chunks=schedule.traffic.fetched_chunks,
+        evicted_chunks=schedule.traffic.evicted_chunks,
+        notes=tuple(_notes(schedule)),
+    )
+
+
+def _device_bytes(schedule: Schedule) -> dict[str, Amount]:
+    parameters = [p for p in parameters_of(schedule.optimizer.param_groups) if device_at(p.device) is not None]
+    devices = [device for device in map(device_at, dict.fromkeys(p.device for p in parameters)) if device is not None]
+    if not devices:
+        return {}
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    state = [
+        value
+        for entries in schedule.optimizer.state.values()
+        for value in entries.values()
+        if isinstance(value, torch.Tensor) and device_at(value.device) is not None
+    ]
+    ours = {
+        "parameters": Amount(_bytes(parameters), None),
+        "gradients": Amount(_bytes(gradients), schedule.peak_gradient_bytes),
+        "state": Amount(_bytes(state), None),
+        "staging": Amount(schedule.traffic.staging_bytes, schedule.traffic.peak_staging_bytes),
+    }
+    memories = [device.memory() for device in devices]
+    total = sum(memory.allocated_bytes for memory in memories)
+    other = total - sum(amount.now for amount in ours.values())
+    peak = sum(memory.peak_bytes for memory in memories)
+    return {**ours, "other": Amount(max(0, other), None), "total": Amount(total, peak)}
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors; memory that several of them share counts once."""
+    storages = {}
+    for tensor in tensors:
+        parts = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
+        storages.update({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts})
+    return sum(storages.values())
+
+
+def _notes(schedule: Schedule) -> Iterable[str]:
+    kind = type(schedule.optimizer).__name__
+    for cut in (Cut.PARAMETER, Cut.GROUP, Cut.OPTIMIZER):
+        groups = [i for i, cutting in enumerate(schedule.cuttings) if cutting.cut is cut]
+        if groups:
+            how = {
+                Cut.PARAMETER: "whole parameters move",
+                Cut.GROUP: "a group runs as one piece, with its state on the device for the step",
+                Cut.OPTIMIZER: "all groups run as one piece, with their state on the device for the step",
+            }[cut]
+            listed = ", ".join(map(str, groups[:8])) + (", …" if len(groups) > 8 else "")
+            yield f"{kind}, group {listed}: {how}: {schedule.cuttings[groups[0]].reason}."
+    if schedule.subjects and not any(subject.is_on_device for subject in schedule.subjects):
+        yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
+    if schedule.store.pageable_bytes:
+        yield "Some state rests in pageable memory and passes through page-locked staging: raise pinned_memory= if you can."

@@ -1,0 +1,153 @@
+"""State at rest: which state tensors have a home in a slab, and how a chunk's homes lie in a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sidestep.chunks import Chunk, Piece, Subject
+from sidestep.engine.device import Device
+from sidestep.engine.slots import ChunkLayout, Home, Placed, Span
+from sidestep.engine.stores import HostStore, TensorLayout, aligned, is_dense, memory_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A home that a state tensor of ``parameter`` needs."""
+
+    parameter: torch.nn.Parameter
+    name: str
+    layout: TensorLayout
+
+
+class StateAtRest:
+    """The homes of all offloaded state tensors, by parameter and name."""
+
+    def __init__(self, store: HostStore) -> None:
+        self.homes: dict[torch.nn.Parameter, dict[str, Home]] = {}
+        self._store = store
+        self._layouts: dict[Chunk, ChunkLayout] = {}
+        self._filling: list[Home] = []
+
+    def layout(self, chunk: Chunk) -> ChunkLayout:
+        """How the chunk's state lies in a slot: each tensor aligned, neighbours in a slab in one span."""
+        if chunk not in self._layouts:
+            self._layouts[chunk] = self._lay_out(chunk)
+        return self._layouts[chunk]
+
+    def forget_layouts(self) -> None:
+        """Homes or chunks have changed."""
+        self._layouts.clear()
+
+    def make(self, device: Device, wanted: Sequence[Wanted]) -> None:
+        """Give these state tensors homes, side by side in one new slab. They count as filled after ``finish``."""
+        offsets, end = [], 0
+        for item in wanted:
+            offsets.append(aligned(end))
+            end = offsets[-1] + item.layout.byte_count
+        slab = self._store.allocate(device, end)
+        for item, offset in zip(wanted, offsets, strict=True):
+            self.drop(item.parameter, item.name)
+            home = Home(slab, offset, item.layout, slab.tensor(offset, item.layout))
+            self.homes.setdefault(item.parameter, {})[item.name] = home
+
+    def get(self, parameter: torch.nn.Parameter, name: str) -> Home | None:
+        return self.homes.get(parameter, {}).get(name)
+
+    def fill(self, home: Home) -> None:
+        """The home's content is on its way; it can be fetched from after ``finish``."""
+        if not home.is_filled:
+            self._filling.append(home)
+
+    def finish(self) -> None:
+        """The step that filled new homes has ended."""
+        if self._filling:
+            for home in self._filling:
+                home.is_filled = True
+            self._filling.clear()
+            self.forget_layouts()
+
+    def drop(self, parameter: torch.nn.Parameter, name: str) -> None:
+        """The state tensor has no home any more."""
+        if self.homes.get(parameter, {}).pop(name, None) is not None:
+            self.forget_layouts()
+
+    def adopt(self, device: Device, subjects: Iterable[Subject], state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Move state that somebody has loaded, made or put there, and that may rest, into homes. Blocks."""
+        strangers = [
+            (subject, name, value)
+            for subject in subjects
+            for name, value in state.get(subject.parameter, {}).items()
+            if self._is_stranger(subject, name, value)
+        ]
+        wanted = []
+        for subject, name, value in strangers:
+            home, layout = self.get(subject.parameter, name), TensorLayout.of(value)
+            if home is None or home.layout != layout:
+                wanted.append(Wanted(subject.parameter, name, layout))
+        if wanted:
+            self.make(device, wanted)
+        for subject, name, value in strangers:
+            home = self.homes[subject.parameter][name]
+            home.tensor.copy_(value)
+            home.is_filled = True
+            state[subject.parameter][name] = home.tensor
+        if strangers:
+            self.forget_layouts()
+
+    def _is_stranger(self, subject: Subject, name: str, value: Any) -> bool:
+        home = self.get(subject.parameter, name)
+        if home is not None and home.tensor is value:
+            return False
+        return may_rest(value, subject)
+
+    def _lay_out(self, chunk: Chunk) -> ChunkLayout:
+        spans: list[Span] = []
+        tensors: dict[Piece, dict[str, Placed]] = {}
+        end = 0
+        for piece in chunk.pieces:
+            for name, home in self.homes.get(piece.parameter, {}).items():
+                if not home.is_filled:
+                    continue
+                offset, layout, start = aligned(end), home.layout, 0
+                if piece.is_slice:
+                    layout = TensorLayout.contiguous(layout.dtype, torch.Size([piece.elements]))
+                    start = piece.start * layout.dtype.itemsize
+                _extend(spans, Span(home.slab, home.offset_bytes + start, offset, layout.byte_count))
+                tensors.setdefault(piece, {})[name] = Placed(offset, layout, home)
+                end = offset + layout.byte_count
+        return ChunkLayout(tuple(spans), tensors, end)
+
+
+def _extend(spans: list[Span], new: Span) -> None:
+    """Add a span; join it to the last one if both lie alike in slab and slot."""
+    if spans:
+        last = spans[-1]
+        gap = new.slot_offset - last.slot_offset
+        if last.slab is new.slab and new.slab_offset - last.slab_offset == gap:
+            spans[-1] = Span(last.slab, last.slab_offset, last.slot_offset, gap + new.byte_count)
+            return
+    spans.append(new)
+
+
+def may_rest(value: Any, subject: Subject) -> bool:
+    """Whether a state entry of this parameter can leave the device: a dense tensor that is not small."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim > 0
+        and subject.offloads
+        and value.numel() >= subject.placement.min_elements
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and is_dense(value)
+    )
+
+
+def to_device(home: Home, address: torch.device) -> torch.Tensor:
+    """A copy of the tensor at rest, on the device. Blocks."""
+    target = torch.empty_strided(home.layout.shape, home.layout.stride, dtype=home.layout.dtype, device=address)
+    memory_of(target).copy_(home.bytes())
+    return target

@@ -1,0 +1,280 @@
+"""Which chunks there are, on which rings, and what rests where: kept true while groups, parameters and state change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from sidestep import probe
+from sidestep.chunks import Chunk, Subject, default_chunk_bytes, plan_chunks
+from sidestep.engine.device import Device, device_at
+from sidestep.engine.limits import available_host_bytes
+from sidestep.engine.slots import Ring
+from sidestep.engine.stores import HostStore
+from sidestep.engine.traffic import Traffic
+from sidestep.errors import BrokenStepError, UnsupportedOptimizerError
+from sidestep.placement import Policy, resolve
+from sidestep.rest import StateAtRest, may_rest, to_device
+from sidestep.step import Step
+from sidestep.wrapped import State, parameters_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What ``offload`` was asked for."""
+
+    policy: Policy
+    names: dict[torch.nn.Parameter, str]
+    pinned_memory_bytes: int | None
+    chunk_bytes: int | None
+    slots: int
+
+
+class Schedule:
+    """The chunks, rings and homes of one wrapped optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, own_policies: list[Any]) -> None:
+        """``own_policies[i]`` is group i's ``"offload"`` value, or ``None``; the caller keeps it true."""
+        self.optimizer = optimizer
+        self.settings = settings
+        self.own_policies = own_policies
+        limit = settings.pinned_memory_bytes
+        self.store = HostStore(available_host_bytes() // 2 if limit is None else limit)
+        self.traffic = Traffic()
+        self.rings: dict[torch.device, Ring] = {}
+        self.at_rest = StateAtRest(self.store)
+        self.subjects: list[Subject] = []
+        self.chunks: list[Chunk] = []
+        self.chunk_bytes = 0
+        self.steps = 0
+        self.peak_gradient_bytes = 0
+        self.broken_by: BaseException | None = None
+        self._planned: list[Any] | None = None
+        self._must_stay_whole: set[torch.nn.Parameter] = set()
+        self._is_edited = True
+        self.cuttings = probe.probe(optimizer)
+
+    # Steps.
+
+    def step(self) -> None:
+        """One step of the wrapped optimizer.
+
+        Raises:
+            BrokenStepError: an earlier step failed half way and no checkpoint was loaded since.
+            torch.OutOfMemoryError: the device has no room for a chunk.
+        """
+        self.check_usable()
+        self.prepare()
+        chunks, idle_groups = self._due()
+        step = Step(self.optimizer, chunks, idle_groups, self.rings, self.at_rest)
+        try:
+            step.run()
+        except BaseException as error:
+            self._recover(step, error)
+            raise
+        self.steps += 1
+
+    def _recover(self, step: Step, error: BaseException) -> None:
+        if step.updated_chunks > 0:
+            self.broken_by = error
+        self.land()
+        self.at_rest.finish()
+        self.at_rest.forget_layouts()
+
+    def check_usable(self) -> None:
+        if self.broken_by is not None:
+            raise BrokenStepError(
+                f"an earlier step failed after it had updated some parameters ({self.broken_by!r}), so parameters and"
+                " optimizer state no longer belong together: load a checkpoint of the model and of this optimizer"
+            ) from self.broken_by
+
+    def prepare(self) -> None:
+        """Make chunks, rings and homes true to the groups, parameters and state as they are now."""
+        self.plan()
+        if self._is_edited:
+            self._honour_edits()
+            self._is_edited = False
+
+    def _due(self) -> tuple[list[Chunk], list[int]]:
+        """The chunks that have a gradient, or share values with others, and the groups that have no such chunk."""
+        due = [
+            chunk
+            for chunk in self.chunks
+            if chunk.is_coupled or any(piece.parameter.grad is not None for piece in chunk.pieces)
+        ]
+        busy = {group for chunk in due for group in chunk.groups}
+        return due, [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
+
+    # Planning.
+
+    def plan(self) -> None:
+        """Make chunks and rings true to the groups and parameters as they are now."""
+        structure = self._structure()
+        if structure != self._planned:
+            self._replan()
+            self._planned = structure
+
+    def cuttings_now(self) -> list[probe.Cutting]:
+        """How each group may be cut; probed again if there are other groups now."""
+        if len(self.cuttings) != len(self.optimizer.param_groups):
+            self.cuttings = probe.probe(self.optimizer)
+        return self.cuttings
+
+    def _structure(self) -> list[Any]:
+        """What the plan depends on, cheap to compare. Parameters are held by the plan, so an id stays theirs."""
+        structure: list[Any] = []
+        gradient_bytes = 0
+        for group in self.optimizer.param_groups:
+            structure.append(len(group["params"]))
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                is_odd = False
+                if gradient is not None:
+                    is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
+                    gradient_bytes += 0 if is_odd else gradient.nbytes
+                is_whole = is_odd or parameter in self._must_stay_whole
+                structure.append((id(parameter), parameter.dtype, parameter.shape, parameter.device, is_whole))
+                if is_odd:
+                    self._must_stay_whole.add(parameter)
+        self.peak_gradient_bytes = max(self.peak_gradient_bytes, gradient_bytes)
+        return [*structure, *map(id, self.own_policies)]
+
+    def _replan(self) -> None:
+        self.land()
+        if self._planned is not None:
+            self.cuttings = probe.probe(self.optimizer)
+        self._check_sparse_gradients()
+        self.subjects = list(self._make_subjects())
+        chunk_bytes = self.settings.chunk_bytes
+        self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
+        self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
+        self._make_rings()
+        self._forget_strangers()
+        self.at_rest.forget_layouts()
+        self._is_edited = True
+
+    def _make_subjects(self) -> Iterable[Subject]:
+        names = self.names()
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                name = names[parameter]
+                yield Subject(
+                    parameter,
+                    name,
+                    index,
+                    resolve(self.settings.policy, self.own_policies[index], name, parameter, group),
+                    parameter.device,
+                    device_at(parameter.device) is not None,
+                    self.cuttings[index],
+                    parameter in self._must_stay_whole,
+                )
+
+    def names(self) -> dict[torch.nn.Parameter, str]:
+        """A name for each parameter: the group's own, else the model's, else one like ``group0.3``."""
+        names = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            own = group.get("param_names") or ()
+            for position, parameter in enumerate(group["params"]):
+                fallback = self.settings.names.get(parameter, f"group{index}.{position}")
+                names[parameter] = own[position] if position < len(own) else fallback
+        return names
+
+    def _check_sparse_gradients(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            sparse = [p for p in group["params"] if p.grad is not None and p.grad.layout is not torch.strided]
+            if sparse and not probe.accepts_sparse_gradients(self.optimizer, index):
+                raise UnsupportedOptimizerError(
+                    f"{self.names()[sparse[0]]} has a sparse gradient, and {type(self.optimizer).__name__} does not take"
+                    " sparse gradients with these settings. Nothing was changed. Make the embedding with sparse=False,"
+                    " or give this parameter to torch.optim.SparseAdam or torch.optim.SGD"
+                )
+
+    def _make_rings(self) -> None:
+        addresses = {chunk.address for chunk in self.chunks if chunk.address is not None}
+        for address in [address for address in self.rings if address not in addresses]:
+            self.rings.pop(address).close()
+        for address in addresses:
+            device = self._device(address)
+            if address in self.rings and self.rings[address].chunk_bytes != self.chunk_bytes:
+                self.rings.pop(address).close()
+            if address not in self.rings:
+                slots = min(self.settings.slots, sum(chunk.address == address for chunk in self.chunks))
+                self.rings[address] = Ring(device, self.store, self.traffic, slots, self.chunk_bytes)
+        total_bytes = sum(subject.state_bytes for subject in self.subjects)
+        staging_bytes = self.settings.slots * self.chunk_bytes
+        self.store.staging_reserve_bytes = staging_bytes if total_bytes > self.store.pinned_limit_bytes else 0
+
+    @staticmethod
+    def _device(address: torch.device) -> Device:
+        device = device_at(address)
+        assert device is not None, "an address is planned only where there is a device"
+        return device
+
+    def _forget_strangers(self) -> None:
+        """Drop the homes of parameters that have left the groups; bring back state that is not offloaded any more."""
+        subjects = {subject.parameter: subject for subject in self.subjects}
+        for parameter in list(self.at_rest.homes):
+            subject = subjects.get(parameter)
+            for name, home in list(self.at_rest.homes[parameter].items()):
+                current = self.optimizer.state.get(parameter, {}).get(name)
+                if subject is not None and current is home.tensor and not may_rest(current, subject):
+                    self.optimizer.state[parameter][name] = to_device(home, subject.address)
+                    self.at_rest.drop(parameter, name)
+                elif subject is None or current is None:
+                    self.at_rest.drop(parameter, name)
+            if not self.at_rest.homes[parameter]:
+                del self.at_rest.homes[parameter]
+
+    # State at rest.
+
+    def expect_edits(self) -> None:
+        """Somebody looks at the state, or has changed it: land, and look at every entry before the next step."""
+        self.land()
+        self._is_edited = True
+
+    def _honour_edits(self) -> None:
+        """Give homes to state that has none, and forget homes whose tensor was removed."""
+        state: State = self.optimizer.state
+        for parameter, named in self.at_rest.homes.items():
+            for name in [name for name in named if name not in state.get(parameter, {})]:
+                self.at_rest.drop(parameter, name)
+        for chunk in self.chunks:
+            if chunk.address is not None:
+                subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)
+                self.at_rest.adopt(self._device(chunk.address), subjects, state)
+
+    def land(self) -> None:
+        """Block the host until all state is at rest."""
+        for ring in self.rings.values():
+            ring.land()
+
+    def least_ring_bytes(self) -> int:
+        """Device bytes of the smallest ring that can work: one slot for the smallest chunk there can be."""
+        whole = [subject.state_bytes for subject in self.subjects if not subject.is_sliceable]
+        cut = [subject.bytes_per_element * probe.CUT_ELEMENTS for subject in self.subjects if subject.is_sliceable]
+        return max([*whole, *cut], default=0)
+
+    def bring_back(self) -> None:
+        """All state back to its parameter's device. Lands first; a failure leaves every tensor in one place or the other."""
+        self.land()
+        for parameter in parameters_of(self.optimizer.param_groups):
+            for name, home in list(self.at_rest.homes.get(parameter, {}).items()):
+                if self.optimizer.state[parameter].get(name) is home.tensor:
+                    self.optimizer.state[parameter][name] = to_device(home, parameter.device)
+                self.at_rest.drop(parameter, name)
+        self.close()
+
+    def close(self) -> None:
+        """Give back the rings' memory."""
+        while self.rings:
+            self.rings.popitem()[1].close()
+
+
+def abandon(rings: dict[torch.device, Ring]) -> None:
+    """The optimizer is gone: let go of its rings' memory without blocking anybody."""
+    for address, ring in rings.items():
+        if device_at(address) is ring.device:  # a simulated device may be gone too
+            ring.abandon()

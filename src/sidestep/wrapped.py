@@ -1,0 +1,108 @@
+"""The wrapped optimizer's own step, run on some of its parameters at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+Group = dict[str, Any]
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+def step_on(optimizer: torch.optim.Optimizer, groups: list[Group], state: State) -> None:
+    """Run the optimizer's own update as if ``groups`` and ``state`` were all it had. Fires no hooks."""
+    whole = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, state  # type: ignore[assignment]
+    try:
+        _update_of(type(optimizer))(optimizer)
+    finally:
+        optimizer.param_groups, optimizer.state = whole
+
+
+def _update_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The class's ``step`` without the layer with which torch fires step hooks and profiles."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+class GroupValues:
+    """The groups' values as they were before the step, from which every chunk starts, and what the step made of them.
+
+    An optimizer may keep counters in its groups. Each chunk gets a copy of its group, so that a counter moves once a
+    step however many chunks the group has; what the first chunk changed is written back by ``write_back``.
+    """
+
+    def __init__(self, groups: Sequence[Group], chunks_of_group: Sequence[int]) -> None:
+        """``chunks_of_group[i]``: into how many chunks group i is cut; one alone may have the group's own tensors."""
+        self._groups = groups
+        self._chunks_of_group = chunks_of_group
+        self._changes: dict[int, list[_Change]] = {}
+        self._foreach = [_is_foreach_off(group) for group in groups]
+
+    def lend(self, index: int, parameters: list[torch.nn.Parameter]) -> Group:
+        """A copy of group ``index`` that has these parameters only."""
+        group = self._groups[index]
+        lent = {key: self._lend_value(index, value) for key, value in group.items()}
+        lent["params"] = parameters
+        if self._foreach[index]:
+            lent["foreach"] = False
+        return lent
+
+    def _lend_value(self, index: int, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and self._chunks_of_group[index] > 1:
+            return value.detach().clone()
+        return value
+
+    def take_back(self, index: int, lent: Group, lent_before: Group) -> None:
+        """Note what a step did to the group that was lent; ``lent_before`` is a shallow copy from before it."""
+        if index in self._changes:
+            return
+        self._changes[index] = [
+            _Change(key, value, in_place=value is lent_before.get(key))
+            for key, value in lent.items()
+            if key != "params" and (key not in lent_before or _is_changed(value, lent_before[key]))
+        ]
+
+    def write_back(self) -> None:
+        """Give the groups the values that the step left, each change once."""
+        for index, changes in self._changes.items():
+            group = self._groups[index]
+            for change in changes:
+                before = group.get(change.key)
+                if change.in_place and isinstance(before, torch.Tensor) and before is not change.value:
+                    before.copy_(change.value)
+                elif before is not change.value:
+                    group[change.key] = change.value
+        self._changes.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    key: str
+    value: Any
+    in_place: bool
+
+
+def _is_changed(value: Any, before: Any) -> bool:
+    # A fresh clone has version 0, so a later version means that the step wrote into it.
+    return value is not before or (isinstance(value, torch.Tensor) and value._version > 0)
+
+
+def _is_foreach_off(group: Group) -> bool:
+    """Whether torch, left to choose, would not use its ``foreach`` path for this group as a whole.
+
+    It chooses by the parameters it sees; a chunk must not see fewer and choose differently.
+    """
+    if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
+        return False
+    with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+    return not _default_to_fused_or_foreach(with_gradient, group.get("differentiable", False), use_fused=False)[1]
+
+
+def parameters_of(groups: Iterable[Group]) -> list[torch.nn.Parameter]:
+    """All parameters of these groups, in order."""
+    return [parameter for group in groups for parameter in group["params"]]
