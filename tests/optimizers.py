@@ -56,7 +56,13 @@ CASES: list[Case] = [
     *_with(optim.ASGD, *_COMMON, {"t0": 2.0}),
     *_with(optim.NAdam, *_COMMON, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     *_with(optim.RAdam, *_COMMON, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
-    *_with(optim.RMSprop, *_COMMON, {"momentum": 0.9}, {"centered": True}, {"momentum": 0.9, "centered": True, "foreach": True}),
+    *_with(
+        optim.RMSprop,
+        *_COMMON,
+        {"momentum": 0.9},
+        {"centered": True},
+        {"momentum": 0.9, "centered": True, "foreach": True},
+    ),
     *_with(optim.Rprop, {}, {"foreach": True}, {"maximize": True}),
     *_with(
         optim.SGD,

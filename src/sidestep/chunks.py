@@ -31,6 +31,7 @@ class Subject:
 
     @property
     def offloads(self) -> bool:
+        """Whether any of its state leaves the device."""
         return self.is_on_device and self.placement.offloads
 
     @property
@@ -43,10 +44,12 @@ class Subject:
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of state that will leave the device, as the probe predicts them."""
         return self.parameter.numel() * self.bytes_per_element
 
     @property
     def is_sliceable(self) -> bool:
+        """Whether it may be cut inside: bit-equal in any dtype on a device, in fp32 and fp64 on CPU kernels."""
         parameter = self.parameter
         exact = self.address.type != "cpu" or parameter.dtype in (torch.float32, torch.float64)
         return self.cutting.cut is Cut.ELEMENT and exact and not self.is_whole and parameter.is_contiguous()
@@ -62,14 +65,17 @@ class Piece:
 
     @property
     def parameter(self) -> torch.nn.Parameter:
+        """The parameter that this is a piece of."""
         return self.subject.parameter
 
     @property
     def is_slice(self) -> bool:
+        """Whether it is less than the whole parameter."""
         return self.stop - self.start != self.parameter.numel()
 
     @property
     def elements(self) -> int:
+        """How many elements it has."""
         return self.stop - self.start
 
 
@@ -82,14 +88,16 @@ class Chunk:
 
     @functools.cached_property
     def groups(self) -> list[int]:
+        """The groups that its pieces belong to."""
         return sorted({piece.subject.group for piece in self.pieces})
 
     @functools.cached_property
     def is_coupled(self) -> bool:
-        """Whether the update shares values between these parameters, so that it runs even where gradients are missing."""
+        """Whether the update shares values between these parameters: it then runs even if gradients are missing."""
         return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)
 
     def pieces_of(self, group: int) -> list[Piece]:
+        """Its pieces from one group."""
         return [piece for piece in self.pieces if piece.subject.group == group]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 StateDict = dict[str, Any]
 
 
-def check_fits(state_dict: StateDict, schedule: Schedule) -> None:
+def check_fits(state_dict: Any, schedule: Schedule) -> None:
     """Refuse a state dict that does not fit the optimizer, before anything is changed.
 
     Raises:
@@ -39,9 +39,7 @@ def check_fits(state_dict: StateDict, schedule: Schedule) -> None:
         _check_entries(names[parameter], parameter, entries, schedule.optimizer.state.get(parameter, {}), cutting)
 
 
-def _matched(
-    state_dict: StateDict, schedule: Schedule
-) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], Cutting]]:
+def _matched(state_dict: StateDict, schedule: Schedule) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], Cutting]]:
     """Each parameter that the state dict has entries for."""
     pairs = zip(schedule.optimizer.param_groups, state_dict["param_groups"], schedule.cuttings_now(), strict=True)
     for group, saved_group, cutting in pairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def offload(
     """Let the optimizer's state rest in host memory. The numbers stay bit for bit those of the plain optimizer.
 
     Use the result in the optimizer's place; the rest of the loop is unchanged. Nothing is moved before the first step,
-    so that this may come before ``model.to(device)``. Where parameters are on the host already, steps are the plain ones.
+    so this may come before ``model.to(device)``. Where parameters are on the host already, steps are the plain ones.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` but LBFGS, with or without state.
@@ -51,7 +52,12 @@ def offload(
         chunk_bytes: bytes of state moved at a time; default: 64 MiB, less for small models.
         slots: chunks that may be on the device at a time, 3 by default; device memory for state is
             ``slots × chunk_bytes``.
-        overlap, path, device, device_memory, host_memory, verify: not built yet.
+        overlap: not built yet.
+        path: not built yet.
+        device: not built yet.
+        device_memory: not built yet.
+        host_memory: not built yet.
+        verify: not built yet.
 
     Raises:
         UnsupportedOptimizerError: not an optimizer, one that is wrapped already, one without parameters, or LBFGS.
@@ -70,7 +76,7 @@ def offload(
         if value is not None:
             raise NotYetError(f"offload({name}=...) is not built yet; leave it out")
     _check_optimizer(optimizer)
-    if not isinstance(placement, Placement) and not callable(placement):
+    if not (isinstance(placement, Placement) or callable(placement)):
         raise PlacementError(f"placement={placement!r}: give a sidestep.Placement, or a callable that returns one")
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
         raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
@@ -89,15 +95,15 @@ def _check_optimizer(optimizer: Any) -> None:
         raise UnsupportedOptimizerError("this optimizer is offloaded already; call restore() on it to start afresh")
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizerError(
-            f"offload needs a torch.optim.Optimizer, and got {type(optimizer).__name__}: build the optimizer first, then"
-            " sidestep.offload(optimizer)"
+            f"offload needs a torch.optim.Optimizer, and got {type(optimizer).__name__}: build the optimizer first,"
+            " then sidestep.offload(optimizer)"
         )
     if getattr(optimizer.step, "_is_sidestep_refusal", False):
-        raise UnsupportedOptimizerError("this optimizer is wrapped by sidestep.offload already; use what offload returned")
+        raise UnsupportedOptimizerError("this optimizer is wrapped already; use what sidestep.offload returned")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
-            "LBFGS cannot be offloaded: it evaluates the model several times inside one step and its state is one history"
-            " over all parameters at once, so there is nothing to move chunk by chunk"
+            "LBFGS cannot be offloaded: it evaluates the model several times inside one step, and its state is one"
+            " history over all parameters at once, so there is nothing to move chunk by chunk"
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise UnsupportedOptimizerError("this optimizer has no parameters, so there is nothing to offload")
@@ -106,8 +112,8 @@ def _check_optimizer(optimizer: Any) -> None:
 class OffloadOptimizer(Optimizer):
     """The wrapped optimizer, with its state at rest on the host. Made by ``offload``.
 
-    It shares ``param_groups``, ``defaults`` and all hooks with the wrapped optimizer, whose own ``step`` raises from now
-    on. ``state`` and ``state_dict`` show offloaded tensors on the CPU, exact and live.
+    It shares ``param_groups``, ``defaults`` and all hooks with the wrapped optimizer, whose own ``step`` raises
+    from now on. ``state`` and ``state_dict`` show offloaded tensors on the CPU, exact and live.
     """
 
     def __init__(self, optimizer: Optimizer, settings: Settings) -> None:
@@ -129,7 +135,8 @@ class OffloadOptimizer(Optimizer):
     # What is shared with the wrapped optimizer.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's own list, always."""
         return self._original.param_groups
 
     @param_groups.setter
@@ -137,7 +144,8 @@ class OffloadOptimizer(Optimizer):
         self._original.param_groups = groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's own defaults."""
         return self._original.defaults
 
     @defaults.setter
@@ -145,7 +153,7 @@ class OffloadOptimizer(Optimizer):
         self._original.defaults = defaults
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of each parameter. Reading it waits for what is in flight, so that it is exact and may be edited.
 
         Read it anew after each step; edits through a reference kept from before a step may be lost.
@@ -181,7 +189,7 @@ class OffloadOptimizer(Optimizer):
 
     # Stepping.
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer. The work is enqueued on return, as with any optimizer on a device.
 
         Args:
@@ -198,7 +206,7 @@ class OffloadOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_own_policies()
-        lent = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        lent: dict[str, Any] = {n: vars(self)[n] for n in ("grad_scale", "found_inf") if n in vars(self)}
         vars(self._original).update(lent)
         try:
             self._schedule.step()
@@ -217,7 +225,7 @@ class OffloadOptimizer(Optimizer):
         return (
             f"{error}\n\nin OffloadOptimizer.step(). {self.report()}\n\n"
             f"The ring of {self._settings.slots} slots wants {ring_bytes:,} bytes. Next things to try: a smaller ring,"
-            f" sidestep.offload(optimizer, chunk_bytes={schedule.chunk_bytes // 4 or 1}, slots=2), of which the least that"
+            f" sidestep.offload(optimizer, chunk_bytes={schedule.chunk_bytes // 4 or 1}, slots=2); the least ring that"
             f" works is {least:,} bytes (slots=1); a smaller batch; activation checkpointing."
         )
 
@@ -265,7 +273,7 @@ class OffloadOptimizer(Optimizer):
         self._own_policies.append(own)
 
     def _collect_own_policies(self) -> None:
-        """Take the groups' ``"offload"`` keys into a table of our own: they belong to the run, not to the checkpoint."""
+        """Take the groups' ``"offload"`` keys into our own table: they belong to the run, not to the checkpoint."""
         groups = self.param_groups
         del self._own_policies[len(groups) :]
         self._own_policies.extend([None] * (len(groups) - len(self._own_policies)))
@@ -285,7 +293,7 @@ class OffloadOptimizer(Optimizer):
             return kind.state_dict(self._original)
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Load a state dict of the plain optimizer or of an offloaded one. Dtypes are kept; nothing goes to the device.
 
         Raises:
@@ -293,7 +301,7 @@ class OffloadOptimizer(Optimizer):
         """
         self._require_live()
         self._collect_own_policies()
-        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
+        state_dict = copy.copy(state_dict)  # hooks may change it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             hook_result = pre_hook(self, state_dict)
             if hook_result is not None:

@@ -59,12 +59,16 @@ class Placement:
 
 Policy: TypeAlias = Placement | Callable[[str, torch.nn.Parameter, dict[str, Any]], Placement]
 
+
 def resolve(policy: Policy, own: Any, name: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> Placement:
     """The placement of one parameter: its group's ``own`` ``"offload"`` value wins over ``policy``.
 
     Args:
         policy: a ``Placement``, or a callable ``(name, parameter, group) -> Placement``.
         own: the group's ``"offload"`` value: ``True``, ``False``, a ``Placement``, or ``None`` where it has none.
+        name: the parameter's name, for the callable and for messages.
+        parameter: the parameter.
+        group: its group, without the ``"offload"`` key.
 
     Raises:
         PlacementError: something else than a ``Placement`` was given or returned.

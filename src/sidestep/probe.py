@@ -1,7 +1,7 @@
 """Finds out how an optimizer's step may be cut, by running its own class and settings on small synthetic parameters.
 
-Whole against cut, bit by bit, at several gradient scales. The finest cut that changes no bit is the one to use. The same
-runs show what state the optimizer keeps, from which chunks are planned before any state exists.
+Whole against cut, bit by bit, at several gradient scales. The finest cut that changes no bit is the one to use. The
+same runs show what state the optimizer keeps, from which chunks are planned before any state exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from sidestep.wrapped import Group, GroupValues, State, step_on
 CUT_ELEMENTS = 1024
 """Parameters are cut at multiples of this many elements: vectorised CPU kernels then treat each element alike."""
 
-_SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (2560,), 2: (130, 36), 3: (12, 16, 15), 4: (8, 6, 8, 8), 5: (4, 4, 4, 8, 6)}
+_SHAPES: dict[int, tuple[int, ...]] = {
+    0: (),
+    1: (2560,),
+    2: (130, 36),
+    3: (12, 16, 15),
+    4: (8, 6, 8, 8),
+    5: (4, 4, 4, 8, 6),
+}
 _GRADIENT_SCALES = (1.0, 1e-3, 1e3, 1.0)
 
 
@@ -53,6 +60,7 @@ class Cutting:
     reason: str
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
+        """The state tensors that the optimizer keeps for a parameter with so many dimensions."""
         return self.kinds.get(min(parameter.ndim, max(_SHAPES)), ())
 
 
@@ -90,7 +98,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
         try:
             whole = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
             _run_whole(whole)
-        except Exception as error:  # noqa: BLE001 - whatever a third party's step raises, the next way is tried
+        except Exception as error:  # whatever a third party's step raises, the next way is tried
             failure = failure or error
             continue
         kinds = _kinds(whole, target)
@@ -113,9 +121,7 @@ _REASONS = {
 class _Twin:
     """An optimizer of the same class and settings on synthetic parameters, two for each number of dimensions."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, kept: list[int], *, initial_state: bool, sparse: bool
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, kept: list[int], *, initial_state: bool, sparse: bool) -> None:
         self.sparse = sparse
         generator = torch.Generator().manual_seed(0)
         groups = [optimizer.param_groups[index] for index in kept]
@@ -172,7 +178,7 @@ def _is_same_when_cut(twin: _Twin, whole: _Twin, target: int, cut: Cut) -> bool:
                 step_on(twin.optimizer, [lent], state)
                 values.take_back(target, lent, before)
             values.write_back()
-    except Exception:  # noqa: BLE001 - a step that fails when cut must not be cut so
+    except Exception:  # a step that fails when cut must not be cut so
         return False
     return _is_same_end(twin, whole, target, parts, states)
 
@@ -226,8 +232,12 @@ def _piece_of(value: Any, piece: _Part) -> Any:
 
 def _is_same_end(twin: _Twin, whole: _Twin, target: int, parts: list[list[_Part]], states: list[State]) -> bool:
     for mine, theirs in zip(twin.parameters[target], whole.parameters[target], strict=True):
-        pieces = [(piece, state) for part, state in zip(parts, states, strict=True) for piece in part
-                  if piece.parameter is mine]
+        pieces = [
+            (piece, state)
+            for part, state in zip(parts, states, strict=True)
+            for piece in part
+            if piece.parameter is mine
+        ]
         expected = whole.optimizer.state.get(theirs, {})
         if not _same_bits(mine, theirs):
             return False

@@ -63,13 +63,13 @@ class Report:
             f"sidestep: {self.steps:,} steps, {self.chunks:,} chunks of at most {_size(self.chunk_bytes)};"
             f" {self.fetched_chunks:,} fetched, {self.evicted_chunks:,} evicted"
         )
-        blocks = [head, *map(_table, (rows, moved, waits)), "\n".join(self.notes)]
+        blocks = [head, _table(rows), _table(moved), _table(waits), "\n".join(self.notes)]
         return "\n\n".join(block for block in blocks if block)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_number = [False if column[0] in ("place", "category", "moved", "wait") else True for column in zip(*rows)]
+    is_number = [name not in ("place", "category", "moved", "wait") for name in rows[0]]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
@@ -154,4 +154,4 @@ def _notes(schedule: Schedule) -> Iterable[str]:
     if schedule.subjects and not any(subject.is_on_device for subject in schedule.subjects):
         yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
     if schedule.store.pageable_bytes:
-        yield "Some state rests in pageable memory and passes through page-locked staging: raise pinned_memory= if you can."
+        yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."

@@ -55,6 +55,7 @@ class StateAtRest:
             self.homes.setdefault(item.parameter, {})[item.name] = home
 
     def get(self, parameter: torch.nn.Parameter, name: str) -> Home | None:
+        """The home of this state tensor, if it has one."""
         return self.homes.get(parameter, {}).get(name)
 
     def fill(self, home: Home) -> None:

@@ -85,6 +85,7 @@ class Schedule:
         self.at_rest.forget_layouts()
 
     def check_usable(self) -> None:
+        """Raise ``BrokenStepError`` if an earlier step failed half way."""
         if self.broken_by is not None:
             raise BrokenStepError(
                 f"an earlier step failed after it had updated some parameters ({self.broken_by!r}), so parameters and"
@@ -186,9 +187,10 @@ class Schedule:
         for index, group in enumerate(self.optimizer.param_groups):
             sparse = [p for p in group["params"] if p.grad is not None and p.grad.layout is not torch.strided]
             if sparse and not probe.accepts_sparse_gradients(self.optimizer, index):
+                kind = type(self.optimizer).__name__
                 raise UnsupportedOptimizerError(
-                    f"{self.names()[sparse[0]]} has a sparse gradient, and {type(self.optimizer).__name__} does not take"
-                    " sparse gradients with these settings. Nothing was changed. Make the embedding with sparse=False,"
+                    f"{self.names()[sparse[0]]} has a sparse gradient, and {kind} does not take sparse gradients with these"
+                    " settings. Nothing was changed. Make the embedding with sparse=False,"
                     " or give this parameter to torch.optim.SparseAdam or torch.optim.SGD"
                 )
 
@@ -214,7 +216,7 @@ class Schedule:
         return device
 
     def _forget_strangers(self) -> None:
-        """Drop the homes of parameters that have left the groups; bring back state that is not offloaded any more."""
+        """Drop the homes of parameters that have left; bring back state that is not offloaded any more."""
         subjects = {subject.parameter: subject for subject in self.subjects}
         for parameter in list(self.at_rest.homes):
             subject = subjects.get(parameter)
@@ -258,7 +260,7 @@ class Schedule:
         return max([*whole, *cut], default=0)
 
     def bring_back(self) -> None:
-        """All state back to its parameter's device. Lands first; a failure leaves every tensor in one place or the other."""
+        """All state back to its parameter's device. If it fails, each tensor is in one place or the other."""
         self.land()
         for parameter in parameters_of(self.optimizer.param_groups):
             for name, home in list(self.at_rest.homes.get(parameter, {}).items()):

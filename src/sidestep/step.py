@@ -1,8 +1,8 @@
 """One step, with the state at rest on the host. Read this file first.
 
 For each chunk, in order: its state is fetched into a slot, the wrapped optimizer's own step runs on just this chunk's
-parameters with the state tensors being views of the slot, and the new state is evicted to where it rests. The ring has a
-few slots, so that chunk k+1 is fetched while chunk k is updated and chunk k-1 evicted. At the end the ring is filled
+parameters with the state tensors being views of the slot, and the new state is evicted to where it rests. The ring has
+a few slots, so that chunk k+1 is fetched while chunk k is updated and chunk k-1 evicted. At the end the ring is filled
 again with the first chunks of the next step, which arrive while forward and backward run.
 """
 
@@ -64,9 +64,7 @@ class Step:
         for address, ring in self._rings.items():
             ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in self._chunks if chunk.address == address])
 
-    def _update(
-        self, chunk: Chunk, borrowed: _Borrowed, values: GroupValues, slot: Slot, ring: Ring | None
-    ) -> None:
+    def _update(self, chunk: Chunk, borrowed: _Borrowed, values: GroupValues, slot: Slot, ring: Ring | None) -> None:
         lent = [values.lend(group, borrowed.parameters(chunk, group)) for group in chunk.groups]
         before = [dict(group) for group in lent]
         try:
@@ -123,9 +121,7 @@ class Step:
 
     # Taking the state back.
 
-    def _take_back(
-        self, chunk: Chunk, borrowed: _Borrowed, slot: Slot, ring: Ring | None
-    ) -> tuple[list[Loose], bool]:
+    def _take_back(self, chunk: Chunk, borrowed: _Borrowed, slot: Slot, ring: Ring | None) -> tuple[list[Loose], bool]:
         """Settle what the step left: scalars in the optimizer's state, tensors in the slot or on their way out.
 
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.

@@ -25,7 +25,7 @@ class Text:
     held_out: Tensor  # (bytes,) uint8
 
     def batches(self, count: int, batch: int, context: int, seed: int) -> list[Tensor]:
-        """``count`` batches of windows at random places of the training part, on the host: (batch, context + 1) int64."""
+        """``count`` batches of windows from random places to train on: (batch, context + 1) int64, on the host."""
         return _windows(self.train, count, batch, context, seed)
 
     def held_out_batches(self, count: int, batch: int, context: int) -> list[Tensor]:

@@ -1,0 +1,1 @@
+"""The engine: devices, slots, stores."""

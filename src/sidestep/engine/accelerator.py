@@ -75,7 +75,7 @@ class Accelerator:
         """Own pages, registered with the driver: torch's pinned allocator would round up to a power of two."""
         buffer = mmap.mmap(-1, max(1, byte_count))
         memory = torch.frombuffer(buffer, dtype=torch.uint8)[:byte_count]
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.address):
             status = runtime.cudaHostRegister(memory.data_ptr(), len(buffer), 1)  # 1: portable, for every device
         if int(status) != 0:
@@ -90,7 +90,7 @@ class Accelerator:
 
     def _unregister(self, buffer: mmap.mmap, address: int) -> None:
         torch.accelerator.synchronize(self.address)  # a copy may still be using it
-        torch.cuda.cudart().cudaHostUnregister(address)
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         del buffer  # kept until here
 
     def _pin_by_torch(self, byte_count: int) -> torch.Tensor:

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+Stream: TypeAlias = Any
+"""An ordered queue of work: a device stream, or a host worker. Each device has its own kind."""
 
-class Stream(Protocol):
-    """An ordered queue of work: a device stream, or a host worker."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Event = Any
+Event: TypeAlias = Any
 """A point in a stream's order, made by ``record``. Opaque to the engine."""
 
 
@@ -35,14 +30,15 @@ class DeviceMemory:
 class Device(Protocol):
     """One accelerator, as the engine sees it.
 
-    ``address`` is what ``tensor.device`` says of a tensor that lives there. A *host worker* is a stream whose work runs
+    A *host worker* is a stream whose work runs
     on the host (a thread in production). A device stream can wait only for recorded events of device streams: it cannot
     wait for a host worker. Whoever needs a worker's result synchronizes with it first and enqueues then.
     Each ``site`` is a name from ``engine/sites.py``.
     """
 
     @property
-    def address(self) -> torch.device: ...
+    def address(self) -> torch.device:
+        """What ``tensor.device`` says of a tensor that lives there."""
 
     def new_stream(self, name: str, *, host: bool = False) -> Stream:
         """A new device stream, or with ``host`` a new host worker."""

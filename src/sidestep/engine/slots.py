@@ -50,9 +50,11 @@ class Span:
 
     @property
     def at_rest(self) -> torch.Tensor:
+        """The bytes in the slab."""
         return self.slab.memory[self.slab_offset : self.slab_offset + self.byte_count]
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The bytes in a slot's buffer or staging."""
         return buffer[self.slot_offset : self.slot_offset + self.byte_count]
 
 
@@ -136,7 +138,7 @@ class Ring:
     # The step calls these, in this order.
 
     def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]]) -> None:
-        """The chunks that the next step will take, in order. Keeps what is prefetched already, if it is the right start."""
+        """The chunks that the next step will take, in order. What is prefetched is kept if it is the right start."""
         regular = [layout.byte_count for _, layout in upcoming if self._is_regular(layout)]
         self._slot_bytes = max(regular, default=0)
         prefetched = [(slot.chunk, slot.layout) for slot in self._filling]
@@ -165,7 +167,8 @@ class Ring:
 
     def evict(self, slot: Slot, loose: Sequence[Loose], *, with_slot: bool) -> None:
         """Copy the chunk's new state out: the slot's own bytes (``with_slot``) and ``loose`` tensors."""
-        assert slot.chunk is not None and slot.layout is not None
+        assert slot.chunk is not None
+        assert slot.layout is not None
         spans = slot.layout.spans if with_slot else ()
         if spans or loose or slot.fetched is not None:
             self._drain(slot, spans, loose)
@@ -228,7 +231,8 @@ class Ring:
             slot.fetched = self.device.record(self._fetch)
         staged = [span for span in layout.spans if self._is_staged(slot, span)]
         if staged:
-            assert self._worker is not None and slot.staging is not None
+            assert self._worker is not None
+            assert slot.staging is not None
             self.device.launch(self._worker, partial(_gather, staged, slot.staging))
             slot.gathered = self.device.record(self._worker)
         self._traffic.fetched_chunks += 1
@@ -238,7 +242,9 @@ class Ring:
         """Send what a host worker has gathered: the device cannot wait for the worker, so the host does."""
         if slot.gathered is None:
             return
-        assert slot.layout is not None and slot.buffer is not None and slot.staging is not None
+        assert slot.layout is not None
+        assert slot.buffer is not None
+        assert slot.staging is not None
         self._count(sites.FETCH_WAITS_GATHER)
         self.device.synchronize(slot.gathered, site=sites.FETCH_WAITS_GATHER)
         for span in slot.layout.spans:
@@ -283,7 +289,8 @@ class Ring:
         self._traffic.add_staging(sum(item.target.numel() for item in loose))
         staged = [span for span in spans if self._is_staged(slot, span)]
         if staged:
-            assert self._worker is not None and slot.staging is not None
+            assert self._worker is not None
+            assert slot.staging is not None
             self._wait(self._worker, slot.drained, sites.SCATTER_WAITS_EVICTION)
             self.device.launch(self._worker, partial(_scatter, staged, slot.staging))
         self._traffic.evicted_chunks += bool(spans or loose)

@@ -25,14 +25,17 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        """That of ``tensor``."""
         return cls(tensor.dtype, tensor.shape, tensor.stride())
 
     @classmethod
     def contiguous(cls, dtype: torch.dtype, shape: torch.Size) -> TensorLayout:
+        """That of a contiguous tensor."""
         return cls(dtype, shape, torch.empty(shape, device="meta").stride())
 
     @property
     def byte_count(self) -> int:
+        """Bytes that such a tensor takes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -60,6 +63,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(byte_count: int) -> int:
+    """The next offset at which a state tensor may start."""
     return -(-byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -19,5 +19,6 @@ class Traffic:
     peak_staging_bytes: int = 0
 
     def add_staging(self, byte_count: int) -> None:
+        """Count device memory that the ring takes, or, if negative, gives back."""
         self.staging_bytes += byte_count
         self.peak_staging_bytes = max(self.peak_staging_bytes, self.staging_bytes)

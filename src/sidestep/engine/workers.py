@@ -44,11 +44,13 @@ class HostWorker:
         self._work.put(_Skippable(function, self._failures))
 
     def record(self) -> HostEvent:
+        """An event that is complete once all that was launched so far is done."""
         event = HostEvent(self)
         self._work.put(event._set)
         return event
 
     def raise_failure(self) -> None:
+        """Raise what a closure has raised and nobody has seen, if there is such an error."""
         if self._failures:
             error = self._failures[0]
             self._failures.clear()

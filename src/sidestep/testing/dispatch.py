@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from sidestep.errors import SimulationError
-from sidestep.testing.layers import Beneath
+from sidestep.testing.layers import Beneath, BeneathAutograd
 from sidestep.testing.machine import HOST, current_category
 from sidestep.testing.memory import Block
 
@@ -26,12 +27,17 @@ aten = torch.ops.aten
 
 VIEWS = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_unsafe_view", "aten::_reshape_alias"}
 READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
+MISJUDGED = {
+    "aten::mkldnn_rnn_layer",
+    "aten::mkldnn_rnn_layer_backward",
+}  # their meta kernels are wrong about workspaces
 INDEXING = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put"}
 INDEXING |= {"aten::_index_put_impl_", "aten::_index_put_impl"}
 LIKE = {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like"}
 LIKE |= {"aten::randn_like", "aten::randint_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros"}
 LIKE |= {"aten::new_ones", "aten::new_full"}
 CACHED_PLANS_LIMIT = 20_000
+CACHED_CALLS_LIMIT = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +50,12 @@ class Traits:
 
     composite: bool
     view: bool
-    read: bool
+    now: bool
     dynamic: bool
     random: bool
     indexing: bool
     like: bool
+    sized_by_floats: bool
     mutable: bool
     returned: tuple[str | None, ...]
     positions: dict[str, int]
@@ -64,11 +71,12 @@ def traits_of(function: Any) -> Traits:
     return Traits(
         composite=torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"),
         view=schema.name in VIEWS or torch.Tag.inplace_view in tags or (aliases and not schema.is_mutable),
-        read=schema.name in READS or not tensors_only or torch.Tag.data_dependent_output in tags,
+        now=schema.name in READS | MISJUDGED or not tensors_only or torch.Tag.data_dependent_output in tags,
         dynamic=torch.Tag.dynamic_output_shape in tags,
         random=torch.Tag.nondeterministic_seeded in tags,
         indexing=schema.name in INDEXING,
         like=schema.name in LIKE,
+        sized_by_floats=any("List[float]" in str(argument.type) for argument in schema.arguments),
         mutable=schema.is_mutable,
         returned=tuple(_returned_argument(schema, result) for result in schema.returns),
         positions={argument.name: position for position, argument in enumerate(schema.arguments)},
@@ -98,16 +106,22 @@ class Layout:
 class Plan:
     """What one operator makes of one set of operand layouts.
 
-    ``results`` has an entry for each that the schema names: a ``Layout``, a list of them, or ``None`` where the result is
-    undefined or is one of the arguments. An operation with ``now`` must run at once: its results cannot be foretold.
+    ``results`` has an entry for each that the schema names: a ``Layout``, a list of them, or ``None`` where the result
+    is undefined or is one of the arguments. An operation with ``now`` must run at once: its results cannot be foretold.
     """
 
     results: tuple[Any, ...] = ()
     now: bool = False
 
 
+_plans: dict[Any, Plan] = {}
+"""By operator and layouts of its operands. They hold for every device, so that only the first pays for them."""
+
+
 class Operands:
     """The arguments of one call, flattened: its tensors, and what else its results depend on."""
+
+    __slots__ = ("args", "floats", "generator", "key", "kwargs", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args = args
@@ -115,6 +129,7 @@ class Operands:
         self.tensors: list[torch.Tensor] = []
         self.generator: torch.Generator | None = None
         self.key: list[Any] = []
+        self.floats: list[float] = []  # apart from the key: hardly any layout depends on a value that always changes
         for value in args:
             self._flatten(value)
         for name, value in kwargs.items():
@@ -130,10 +145,11 @@ class Operands:
             self.key.append(len(value))
             for item in value:
                 self._flatten(item)
+        elif isinstance(value, float):
+            self.key.append(float)
+            self.floats.append(value)
         elif isinstance(value, torch.Generator):
             self.generator = value
-        elif isinstance(value, float):
-            self.key.append(float)  # no layout depends on a value that changes at every step
         else:
             self.key.append((type(value), value))
 
@@ -203,12 +219,17 @@ def store(outputs: Any, results: Any) -> None:
             store(output, result)
 
 
-class HostOnly(TorchDispatchMode):
+class HostOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations on device memory, in the work of a host worker."""
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._machine = machine
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep ``torch.compile`` from wrapping the mode: nothing is compiled here, and our caller's frame is needed."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -222,34 +243,43 @@ class HostOnly(TorchDispatchMode):
 
 def run_on_host(machine: Machine, function: Callable[[], None]) -> None:
     """Run the work of a host worker in the state that a fresh thread has, whoever forces it."""
-    with _disable_current_modes(), Beneath(), HostOnly(machine):
+    with _disable_current_modes(), BeneathAutograd(), HostOnly(machine):
         function()
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Defers what happens to device tensors; leaves the host alone."""
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._machine = machine
-        self._plans: dict[Any, Plan] = {}
-        self._latest: SimulatedDevice | None = None
+        self._latest: dict[Any, SimulatedDevice | None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep ``torch.compile`` from wrapping the mode: nothing is compiled here, and our caller's frame is needed."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         traits = traits_of(func)
         if traits.composite:  # reaches us whole only in inference mode
+            self._latest.clear()  # its operations come from this frame, whose identity is soon another's
             with self:
                 return func.decompose(*args, **(kwargs or {}))
+        frame = sys._getframe(1)
+        call = (id(frame), frame.f_code, frame.f_lasti)
         with torch._C.DisableTorchFunction():
-            return self._route(func, traits, Operands(args, kwargs or {}))
+            return self._route(func, traits, Operands(args, kwargs or {}), call)
 
-    def _route(self, func: Any, traits: Traits, operands: Operands) -> Any:
+    def _route(self, func: Any, traits: Traits, operands: Operands, call: Any) -> Any:
         homes = [self._machine.residences.home(tensor) for tensor in operands.tensors]
         here = next((home.device for home in homes if home is not None), None)
-        there = self._destination(operands, here)
-        self._latest = there
+        there = self._destination(operands, here, call)
+        if len(self._latest) > CACHED_CALLS_LIMIT:
+            self._latest.clear()
+        self._latest[call] = there
         if there is None:
             return func(*operands.args, **operands.kwargs)
         self._machine.settle()
@@ -265,22 +295,23 @@ class Operations(TorchDispatchMode):
             return self._run_now(func, traits, operands, there)
         return self._defer(func, traits, operands, homes, there, plan)
 
-    def _destination(self, operands: Operands, here: SimulatedDevice | None) -> SimulatedDevice | None:
+    def _destination(self, operands: Operands, here: SimulatedDevice | None, call: Any) -> SimulatedDevice | None:
         """The device that an operation belongs to.
 
         An address names it. The host's address means the host only where there are no operands on a device, as a kernel
-        that makes a tensor "like this one" passes what it takes for its address; and not in a factory that nobody called
-        from Python: that is part of a bigger operation, and belongs to where the last one was.
+        that makes a tensor "like this one" passes what it takes for its address. A factory that is not the first
+        operation of one ``call`` from Python (attention making its mask, a formula of backward) belongs to where the
+        last one was.
         """
         wanted = operands.kwargs.get("device")
-        if wanted is not None and wanted.type != "cpu":
+        if wanted is None:
+            return here
+        if wanted.type != "cpu":
             return None
-        named = None if wanted is None else self._machine.devices.get(wanted)
-        if named is not None:
-            return named
-        if here is None and wanted is not None and not operands.tensors and not self._machine.asked_for:
-            return self._latest
-        return here
+        named = self._machine.devices.get(wanted)
+        if named is None and not operands.tensors:
+            return self._latest.get(call)
+        return named or here
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         device = self._machine.device_of(target) or self._machine.device_of(source)
@@ -319,23 +350,25 @@ class Operations(TorchDispatchMode):
             if elsewhere:
                 other = HOST if home is None else home.device.address
                 raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but found at least two devices, {device.address} and "
-                    f"{other}! ({func}, operand {position} of shape {tuple(tensor.shape)})"
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{device.address} and {other}! ({func}, operand {position} of shape {tuple(tensor.shape)})"
                 )
 
     def _plan(self, func: Any, traits: Traits, operands: Operands) -> Plan:
         """What the operation makes: found by running it on tensors without data, once per set of layouts."""
         tensors = operands.tensors
-        if traits.read or any(tensor.layout is not torch.strided for tensor in tensors):
+        if traits.now or any(tensor.layout is not torch.strided for tensor in tensors):
             return Plan(now=True)
         if traits.dynamic and not (traits.indexing and all(_is_integral(tensor) for tensor in tensors[1:])):
             return Plan(now=True)
         key = (func, *operands.key)
-        plan = self._plans.get(key)
+        if traits.sized_by_floats or not tensors:
+            key = (*key, *operands.floats)
+        plan = _plans.get(key)
         if plan is None:
-            if len(self._plans) >= CACHED_PLANS_LIMIT:
-                self._plans.clear()
-            plan = self._plans[key] = _make_plan(func, traits, operands)
+            if len(_plans) >= CACHED_PLANS_LIMIT:
+                _plans.clear()
+            plan = _plans[key] = _make_plan(func, traits, operands)
         return plan
 
     def _run_now(self, func: Any, traits: Traits, operands: Operands, device: SimulatedDevice) -> Any:
@@ -362,19 +395,18 @@ class Operations(TorchDispatchMode):
         category = current_category()
         results: list[Any] = []
         outputs: list[Any] = []
-        with Beneath():
-            aliases = [
-                tensor.clone() if home is None else home.alias(tensor)
-                for tensor, home in zip(operands.tensors, homes, strict=True)
-            ]
-            args, kwargs = operands.replaced(iter(aliases), HOST, generator)
-            for name, layout in zip(traits.returned, plan.results, strict=True):
-                if name is None:
-                    result, output = _allocate(device, layout, category)
-                else:
-                    result, output = operands.argument(traits, name), None
-                results.append(result)
-                outputs.append(output)
+        aliases = [
+            tensor.clone() if home is None else home.alias(tensor)
+            for tensor, home in zip(operands.tensors, homes, strict=True)
+        ]
+        args, kwargs = operands.replaced(iter(aliases), HOST, generator)
+        for name, layout in zip(traits.returned, plan.results, strict=True):
+            if name is None:
+                result, output = _allocate(device, layout, category)
+            else:
+                result, output = operands.argument(traits, name), None
+            results.append(result)
+            outputs.append(output)
         self._machine.enqueue(device.current_stream(), Call(func, args, kwargs, tuple(outputs), seed))
         if not results:
             return None

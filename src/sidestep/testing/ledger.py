@@ -11,9 +11,9 @@ CATEGORIES = ("parameters", "gradients", "activations", "state", "staging", "tem
 class Ledger:
     """Bytes on one device by category, with ``"device"`` for their sum and ``"pinned"`` for page-locked host memory.
 
-    Sizes are those of the allocator: multiples of 512 bytes on the device, of a page on the host. ``copied_bytes`` counts
-    traffic between host and device by direction (``"to_device"``, ``"to_host"``), ``copied_bytes_by_stream`` by the
-    stream that carried it.
+    Sizes are those of the allocator: multiples of 512 bytes on the device, of a page on the host. ``copied_bytes``
+    counts traffic between host and device by direction (``"to_device"``, ``"to_host"``), ``copied_bytes_by_stream`` by
+    the stream that carried it.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,6 @@ class Machine:
         self.scheduler = Scheduler(schedule, seed)
         self.residences = Residences()
         self.devices: dict[torch.device, SimulatedDevice] = {}
-        self.asked_for = False  # whether the factory that runs now was called from Python
 
     def device_of(self, tensor: torch.Tensor) -> SimulatedDevice | None:
         """The device that ``tensor`` lives on; ``None`` for the host."""

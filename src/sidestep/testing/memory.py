@@ -1,8 +1,8 @@
 """Where every byte lives: device blocks, page-locked host ranges, and an allocator like the one of CUDA.
 
-A tensor's residence is its storage's. A storage that is registered here is a device block or not; an address inside a
-registered range is page-locked; everything else is ordinary host memory. Released memory becomes NaN in stream order and
-is handed out again at once, so that whoever still uses it sees damage.
+A tensor's residence is its storage's. A storage that is registered here is a device block; an address inside a
+registered range is page-locked; everything else is ordinary host memory. Released memory becomes NaN in stream order
+and is handed out again at once, so that whoever still uses it sees damage.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         with Beneath():
             tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class Block:
     """One allocation on a device, owned by the stream that was current when it was made.
 
-    User tensors and closures see the same bytes through different storages: a closure keeps the bytes from being unmapped,
-    not from being given to somebody else.
+    User tensors and closures see the same bytes through different storages: a closure keeps the bytes from being
+    unmapped, not from being given to somebody else.
     """
 
     __slots__ = ("_views", "allocator", "buffer", "category", "guards", "reference", "size_bytes", "stream")
@@ -162,9 +163,9 @@ class Residences:
 class Allocator:
     """Stream-ordered caching allocator of one device.
 
-    A block that its last tensor has left is poisoned by an entry in its own stream, and may be allocated again from that
-    stream at once: whatever is allocated there runs after the poison. ``guards`` (from ``release``) delay this until what
-    other streams do with the block is done.
+    A block that its last tensor has left is poisoned by an entry in its own stream, and may be allocated again from
+    that stream at once: whatever is allocated there runs after the poison. ``guards`` (from ``release``) delay this
+    until what other streams do with the block is done.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def for_each_schedule(
         try:
             with SimulatedDevice(schedule, seed, **options) as device:
                 scenario(device)
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - one try per schedule is the point
             given = "".join(f", {name}={value!r}" for name, value in options.items())
             replay = f"SimulatedDevice(schedule={schedule!r}, seed={seed}{given})"
             raise ScheduleError(f"failed under {replay}, which replays it: {error}") from error
@@ -57,7 +57,8 @@ def damaged(
 ) -> list[tuple[str, int]]:
     """The orders in which ``scenario(device)`` says ``False`` (its numbers are wrong): none, if every wait is there.
 
-    The scenario is called in the context of a fresh device for every schedule and seed. It must wait for what it looks at.
+    The scenario is called in the context of a fresh device for every schedule and seed. It must wait for what it looks
+    at.
     """
     wrong = []
     for schedule, seed in orders(schedules, seeds):

@@ -17,7 +17,7 @@ from sidestep.testing.faults import Faults
 from sidestep.testing.labels import Labels
 from sidestep.testing.layers import Beneath
 from sidestep.testing.ledger import Ledger
-from sidestep.testing.machine import Machine, current_category
+from sidestep.testing.machine import Machine, copying, current_category
 from sidestep.testing.memory import PAGE_BYTES, Allocator, poisoned_bytes, round_up
 from sidestep.testing.streams import Event, Stream
 from sidestep.testing.transfers import Interception
@@ -31,10 +31,11 @@ _devices: list[SimulatedDevice] = []
 class SimulatedDevice:
     """An accelerator in one thread, with an adversarial order of events.
 
-    As a context it gives ``torch.device("cpu", index)`` a life of its own: tensors there are on the device, tensors on plain
-    ``"cpu"`` on the host, and every operation on device tensors is deferred in the current stream until ``schedule`` picks
-    it or the host synchronizes with it. A missing wait so becomes wrong numbers, and ``SimulatedDevice(schedule, seed)``
-    makes them again. On exit everything runs to its end, and tensors of the device are left as ordinary CPU tensors.
+    As a context it gives ``torch.device("cpu", index)`` a life of its own: tensors there are on the device, tensors on
+    plain ``"cpu"`` on the host, and every operation on device tensors is deferred in the current stream until
+    ``schedule`` picks it or the host synchronizes with it. A missing wait so becomes wrong numbers, and
+    ``SimulatedDevice(schedule, seed)`` makes them again. On exit everything runs to its end, and tensors of the device
+    are left as ordinary CPU tensors.
 
     Args:
         schedule: ``"eager"``, ``"lazy"``, ``"starve:<stream>"`` or ``"random"``; see ``streams.Scheduler``.
@@ -42,7 +43,7 @@ class SimulatedDevice:
         capacity_bytes: beyond this an allocation raises ``torch.OutOfMemoryError``.
         hardware: not yet.
         data: not yet, other than ``True``.
-        index: of the address. A device that is entered inside the context of another joins its machine and its schedule.
+        index: of the address. A device that is entered inside the context of another joins its machine and schedule.
         deleted_waits: see ``delete_wait``.
 
     Attributes:
@@ -72,6 +73,8 @@ class SimulatedDevice:
         self._schedule = schedule
         self._seed = seed
         self._capacity_bytes = capacity_bytes
+        self._machine: Machine
+        self._current: Stream
 
     def __repr__(self) -> str:
         return self._name
@@ -121,10 +124,9 @@ class SimulatedDevice:
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[Stream]:
         """A context in which ``stream`` is the current one."""
-        self._check_stream(stream, host=False, verb="run operations on")
-        before, self._current = self._current, stream
+        before, self._current = self._current, self._own(stream, host=False, verb="run operations on")
         try:
-            yield stream
+            yield self._current
         finally:
             self._current = before
 
@@ -149,19 +151,21 @@ class SimulatedDevice:
 
     def record(self, stream: Stream) -> Event:
         """An event that is complete once everything now in ``stream`` is done."""
-        return Event(stream, stream.enqueued)
+        own = self._own(stream)
+        return Event(own, own.enqueued)
 
     def wait(self, stream: Stream, event: Event, *, site: str) -> None:
         """Whatever is put in ``stream`` from now on runs after ``event``."""
         self._check_event(event)
-        if event.stream.host and not stream.host:
+        own = self._own(stream)
+        if event.stream.host and not own.host:
             raise SimulationError(
-                f"stream {stream.name!r} cannot wait for the host worker {event.stream.name!r} ({site}): a device stream "
-                "waits only for device events. Synchronize with the worker, then enqueue"
+                f"stream {stream.name!r} cannot wait for the host worker {event.stream.name!r} ({site}): a device "
+                "stream waits only for device events. Synchronize with the worker, then enqueue"
             )
         self.waits[site] += 1
         if site not in self._faults.deleted_waits:
-            self._machine.enqueue(stream, event)
+            self._machine.enqueue(own, event)
 
     def synchronize(self, event: Event, *, site: str) -> None:
         """Run what ``event`` comes after, and nothing more. Re-raises the error of a host worker, once."""
@@ -176,30 +180,31 @@ class SimulatedDevice:
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device on ``stream``, in two halves. Blocking if the host side is not page-locked."""
-        self._check_stream(stream, host=False, verb="copy on")
+        own = self._own(stream, host=False, verb="copy on")
         sides = [self._residences.home(target), self._residences.home(source)]
         if sides.count(None) != 1:
             where = "the host" if sides[0] is None else "a device"
             raise SimulationError(f"copy needs one side on the host and one on the device; both are on {where}")
         if self._faults.copy.strikes():
             raise RuntimeError("the simulated device was told to fail this copy")
-        self._machine.transfer(stream, target, source, asynchronous=True)
+        self._machine.transfer(own, target, source, asynchronous=True)
 
     def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         """Run ``function`` on the host worker ``stream``. It sees no device memory."""
-        self._check_stream(stream, host=True, verb="launch on")
+        worker = self._own(stream, host=True, verb="launch on")
 
         def work() -> None:
             try:
                 run_on_host(self._machine, function)
             except Exception as error:  # kept, as by a thread, for whoever synchronizes
-                stream.error = stream.error or error
+                if worker.error is None:
+                    worker.error = error
 
         self._machine.settle()
-        self._machine.enqueue(stream, work)
+        self._machine.enqueue(worker, work)
 
     def empty(self, byte_count: int) -> torch.Tensor:
-        """Uninitialised (NaN) device memory, (byte_count,) uint8, labelled staging; it belongs to the current stream."""
+        """Device memory that reads as NaN, (byte_count,) uint8, labelled staging; the current stream owns it."""
         with Beneath():
             return self.allocate((byte_count,), (1,), torch.uint8, "staging")[0]
 
@@ -268,7 +273,7 @@ class SimulatedDevice:
         return self.allocator.empty(size, stride, dtype, category, self._current)
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, if it lives on a device; else a copy that does, made at once."""
+        """The tensor, if it lives on a device; else a copy that does, made by the current stream."""
         with Beneath():
             if tensor.layout is torch.sparse_coo:
                 return torch.sparse_coo_tensor(
@@ -281,8 +286,8 @@ class SimulatedDevice:
             if self._residences.home(tensor) is not None:
                 return tensor
             adopted, alias = self.allocate(tensor.size(), tensor.stride(), tensor.dtype, current_category())
-            alias.copy_(tensor)
-            return adopted
+        self._machine.enqueue(self._current, copying(alias, tensor))
+        return adopted
 
     def _raise_error_of(self, stream: Stream) -> None:
         error, stream.error = stream.error, None
@@ -293,7 +298,11 @@ class SimulatedDevice:
         if not isinstance(event, Event) or event.stream not in self._machine.scheduler.streams:
             raise SimulationError(f"cannot wait for {event!r}: it was not recorded on this machine")
 
-    def _check_stream(self, stream: Stream, *, host: bool, verb: str) -> None:
-        if stream.host is not host:
-            kind = "device stream" if stream.host is False else "host worker"
+    def _own(self, stream: Stream, *, host: bool | None = None, verb: str = "use") -> Stream:
+        """The stream, if it is one of this machine, and of the right kind."""
+        if stream not in self._machine.scheduler.streams:
+            raise SimulationError(f"cannot {verb} {stream!r}: it is not a stream of this machine")
+        if host is not None and stream.host is not host:
+            kind = "host worker" if stream.host else "device stream"
             raise SimulationError(f"cannot {verb} {stream.name!r}: it is a {kind}")
+        return stream

@@ -1,8 +1,8 @@
 """What torch asks a tensor's address for, answered for simulated devices; and moves between host and device.
 
-torch believes that every tensor here is on the CPU, and decides about transfers before it dispatches anything. So for as
-long as a simulation lasts, the few methods of ``torch.Tensor`` and functions of ``torch`` that decide by address are
-replaced. (A ``TorchFunctionMode`` would not do: it is off inside torch's own Python functions, such as
+torch believes that every tensor here is on the CPU, and decides about transfers before it dispatches anything. So for
+as long as a simulation lasts, the few methods of ``torch.Tensor`` and functions of ``torch`` that decide by address
+are replaced. (A ``TorchFunctionMode`` would not do: it is off inside torch's own Python functions, such as
 ``multi_head_attention_forward`` and ``backward``, and so in whatever they call back.)
 """
 
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
     from sidestep.testing.labels import Labels
     from sidestep.testing.machine import Machine
 
-FACTORIES = (
-    "arange bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window hann_window "
-    "kaiser_window linspace logspace ones rand randint randn randperm range scalar_tensor tril_indices triu_indices zeros"
-).split()
-LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
-NEW = "new_empty new_empty_strided new_full new_ones new_zeros".split()
+LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 _INHERITED = object()
 
 
@@ -100,11 +96,9 @@ class Interception:
         for name in ("array", "deepcopy", "reduce_ex", "repr"):
             self._replace(torch.Tensor, f"__{name}__", _as_method(getattr(self, name)))
         for name in NEW:
-            self._replace(torch.Tensor, name, self._like(name, getattr(torch.Tensor, name)))
+            self._replace(torch.Tensor, name, self._like(getattr(torch.Tensor, name)))
         for name in LIKE:
-            self._replace(torch, name, self._like(name, getattr(torch, name)))
-        for name in FACTORIES:
-            self._replace(torch, name, self._factory(getattr(torch, name)))
+            self._replace(torch, name, self._like(getattr(torch, name)))
         for name in ("tensor", "as_tensor", "asarray"):
             self._replace(torch, name, self._from_data(getattr(torch, name)))
         self._replace(torch._C, "_group_tensors_by_device_and_dtype", self.group)
@@ -150,14 +144,14 @@ class Interception:
         if isinstance(tensor, torch.nn.Parameter):
             category = "parameters"
             self._labels.watch(tensor)
-        options = {
+        options: dict[str, Any] = {
             "dtype": wanted.dtype,
             "non_blocking": wanted.non_blocking,
             "memory_format": wanted.memory_format,
             "category": category,
         }
         if torch.is_grad_enabled() and tensor.requires_grad:
-            moved: torch.Tensor = Move.apply(tensor, self._machine, there, options)
+            moved: torch.Tensor = Move.apply(tensor, self._machine, there, options)  # type: ignore[no-untyped-call]
             return moved
         return self._machine.move(tensor, there, **options)
 
@@ -175,8 +169,8 @@ class Interception:
             return self._plain["numpy"](tensor, force=force)
         if not force:
             raise TypeError(
-                f"can't convert {self.device(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
-                "host memory first."
+                f"can't convert {self.device(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+                "to host memory first."
             )
         return self._plain["numpy"](self._machine.host_copy(tensor), force=True)
 
@@ -252,7 +246,7 @@ class Interception:
                     at.append(index)
         return groups
 
-    def _like(self, name: str, plain: Any) -> Any:
+    def _like(self, plain: Any) -> Any:
         """A factory that takes after a tensor; on the host only if the caller says so."""
 
         @functools.wraps(plain)
@@ -263,20 +257,6 @@ class Interception:
                     tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
             made: torch.Tensor = plain(tensor, *args, **options)
             return made
-
-        return make
-
-    def _factory(self, plain: Any) -> Any:
-        """A factory that the user calls, so that the host's address means the host."""
-
-        @functools.wraps(plain)
-        def make(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            before, self._machine.asked_for = self._machine.asked_for, True
-            try:
-                made: torch.Tensor = plain(*args, **options)
-            finally:
-                self._machine.asked_for = before
-            return self.pin_memory(made) if pin_memory else made
 
         return make
 

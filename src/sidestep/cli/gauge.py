@@ -1,0 +1,56 @@
+"""Reads what device memory holds, by category, while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import sidestep
+from sidestep.engine.device import Device, device_at
+
+CATEGORIES = ("parameters", "gradients", "activations", "state", "staging")
+
+Bytes = dict[str, int]
+"""Bytes on the device, by category."""
+
+
+class Gauge:
+    """Device memory at named moments of a step, and each category's most over all readings.
+
+    Parameters, gradients and state are the sizes of those tensors, staging is what the offloading optimizer reports.
+    ``activations`` is the rest of what the device's allocator has handed out.
+    """
+
+    def __init__(self, device: Device, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._device = device
+        self._parameters = list(model.parameters())
+        self._optimizer = optimizer
+        self.moments: dict[str, Bytes] = {}
+        self.most: Bytes = dict.fromkeys(CATEGORIES, 0)
+
+    def read(self, moment: str) -> None:
+        """Keep what the device holds now under the name ``moment``. Waits for nothing."""
+        state_bytes, staging_bytes = self._state_and_staging()
+        now = {
+            "parameters": _device_bytes(self._parameters),
+            "gradients": _device_bytes(parameter.grad for parameter in self._parameters),
+            "activations": 0,
+            "state": state_bytes,
+            "staging": staging_bytes,
+        }
+        now["activations"] = max(0, self._device.memory().allocated_bytes - sum(now.values()))
+        self.moments[moment] = now
+        self.most = {category: max(self.most[category], now[category]) for category in CATEGORIES}
+
+    def _state_and_staging(self) -> tuple[int, int]:
+        if isinstance(self._optimizer, sidestep.OffloadOptimizer):
+            report = self._optimizer.report()  # reading its state would wait for what is on its way
+            return report.device_bytes["state"].now, report.device_bytes["staging"].now
+        return _device_bytes(value for entry in self._optimizer.state.values() for value in entry.values()), 0
+
+
+def _device_bytes(values: Iterable[Any]) -> int:
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and device_at(value.device) is not None]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,0 +1,154 @@
+"""Every wait is load-bearing: with any one of them deleted, some schedule gives wrong numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import sidestep
+from sidestep.engine.sites import HAZARDS
+from sidestep.testing import SimulatedDevice
+
+STEPS = 6
+CHUNK_BYTES = 12 * 1024
+SHAPES = [(40, 64), (30, 40), (11, 100), (32, 40), (6, 5)]
+SLOT_BYTES = 2 * 32 * 40 * 4  # the largest chunk is that of the fourth parameter
+ALL_BYTES = 49_664  # the state of all parameters in one chunk, each tensor aligned
+SCHEDULES = [("eager", 0), ("lazy", 0), *((f"starve:{name}", 0) for name in ("compute", "fetch", "evict", "worker"))]
+SCHEDULES += [("random", seed) for seed in range(20)]
+
+Numbers = list[torch.Tensor]
+Loop = Callable[[SimulatedDevice, bool], Numbers]
+
+
+def offload(optimizer: torch.optim.Optimizer, **settings: object) -> torch.optim.Optimizer:
+    placement = sidestep.Placement(min_elements=64)
+    return sidestep.offload(optimizer, placement, chunk_bytes=CHUNK_BYTES, **settings)  # type: ignore[arg-type]
+
+
+def parameters_on(device: SimulatedDevice) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device.address)) for shape in SHAPES]
+
+
+def set_gradients(parameters: list[torch.nn.Parameter], step: int, missing: Callable[[int, int], bool]) -> None:
+    """Gradients that depend on the parameters, and temporary memory as large as a slot that dies at once."""
+    generator = torch.Generator().manual_seed(step)
+    for index, parameter in enumerate(parameters):
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        with torch.no_grad():
+            temporary = torch.ones(SLOT_BYTES // 4, device=parameter.device) * 0.3
+            parameter.grad = None if missing(step, index) else parameter * temporary[0] + noise
+
+
+def numbers(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Numbers:
+    state = optimizer.state_dict()["state"].values()
+    tensors = [tensor.cpu().clone() for entries in state for tensor in entries.values()]
+    return [parameter.detach().cpu() for parameter in parameters] + tensors
+
+
+def is_missing(step: int, index: int) -> bool:
+    """All are there, all, some, then twice only one, so that the ring has more slots than there are chunks, then some."""
+    return index != 3 if step in (3, 4) else step > 1 and (step + index) % 3 == 0
+
+
+def straight(device: SimulatedDevice, offloaded: bool, **settings: object) -> Numbers:
+    """The plainest loop, with a gradient that is missing now and then."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if offloaded:
+        optimizer = offload(optimizer, **settings)
+    for step in range(STEPS):
+        set_gradients(parameters, step, is_missing)
+        optimizer.step()
+    return numbers(parameters, optimizer)
+
+
+def pageable(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """Little pinned memory: state passes through staging and the host worker."""
+    return straight(device, offloaded, pinned_memory=3 * CHUNK_BYTES + 4096)
+
+
+def whole(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """An optimizer that is not cut: its memory for state comes and goes with each step."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = _Coupled(parameters, lr=1e-2)
+    if offloaded:
+        optimizer = offload(optimizer)
+    for step in range(STEPS):
+        set_gradients(parameters, step, lambda step, index: False)
+        torch.ones(ALL_BYTES // 4, device=device.address).mul_(2)  # memory as large as the slot, used and left
+        optimizer.step()
+    return numbers(parameters, optimizer)
+
+
+class _Coupled(torch.optim.AdamW):
+    """AdamW that scales all gradients of all groups by their common norm."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, torch.stack([g.norm() for g in gradients]).norm() + 1)
+        type(self).__mro__[1].step.__wrapped__(self)  # type: ignore[attr-defined]
+
+
+def looked_at(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """State that is read and edited between steps."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if offloaded:
+        optimizer = offload(optimizer)
+    seen = []
+    for step in range(STEPS):
+        set_gradients(parameters, step, lambda step, index: False)
+        optimizer.step()
+        moment = optimizer.state[parameters[step % 4]]["exp_avg"]
+        moment[:2] = 0
+        seen.append(moment.cpu().clone())
+    return numbers(parameters, optimizer) + seen
+
+
+LOOPS: list[Loop] = [straight, pageable, whole, looked_at]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Loop, Numbers]:
+    found = {}
+    for loop in LOOPS:
+        with SimulatedDevice(schedule="eager") as device:
+            found[loop] = loop(device, False)
+    return found
+
+
+def is_right(loop: Loop, schedule: str, seed: int, expected: Numbers, **mutation: object) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with SimulatedDevice(schedule=schedule, seed=seed, deleted_waits=mutation.get("deleted_waits", ())) as device:  # type: ignore[arg-type]
+            device.deleted_releases = bool(mutation.get("deleted_releases", False))
+            found = loop(device, True)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_nothing_deleted(loop: Loop, expected: dict[Loop, Numbers]) -> None:
+    for schedule, seed in SCHEDULES:
+        assert is_right(loop, schedule, seed, expected[loop]), f"SimulatedDevice(schedule={schedule!r}, seed={seed})"
+
+
+@pytest.mark.parametrize("site", HAZARDS)
+def test_a_deleted_wait_does_damage(site: str, expected: dict[Loop, Numbers]) -> None:
+    for loop in LOOPS:
+        for schedule, seed in SCHEDULES:
+            if not is_right(loop, schedule, seed, expected[loop], deleted_waits=[site]):
+                return
+    pytest.fail(f"no schedule noticed that {site!r} was deleted: it is superstition, or a scenario is missing")
+
+
+def test_deleted_releases_do_damage(expected: dict[Loop, Numbers]) -> None:
+    for schedule, seed in SCHEDULES:
+        if not is_right(whole, schedule, seed, expected[whole], deleted_releases=True):
+            return
+    pytest.fail("no schedule noticed that memory was given back while it was still being copied")
