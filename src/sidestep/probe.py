@@ -12,8 +12,9 @@ import enum
 import itertools
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from sidestep.wrapped import Group, GroupValues, State, step_on
 
 CUT_ELEMENTS = 1024
 """Parameters are cut at multiples of this many elements: vectorised CPU kernels then treat each element alike."""
+
+Result = TypeVar("Result")
 
 _SHAPES: dict[int, tuple[int, ...]] = {
     0: (),
@@ -66,28 +69,45 @@ class Cutting:
 
 def probe(optimizer: torch.optim.Optimizer) -> list[Cutting]:
     """How each group of ``optimizer`` may be cut. Changes nothing, draws no random numbers, touches no device."""
+    return _undisturbed(lambda: _probe_groups(optimizer))
+
+
+def accepts_sparse_gradients(optimizer: torch.optim.Optimizer, group_index: int) -> bool:
+    """Whether the optimizer's step works on a sparse gradient, with this group's settings."""
+
+    def try_it() -> bool:
+        try:
+            _run_whole(_Twin(optimizer, [group_index], initial_state=False, sparse=True))
+        except Exception:  # any refusal, in the optimizer's own words, is the answer
+            return False
+        return True
+
+    return _undisturbed(try_it)
+
+
+def _undisturbed(function: Callable[[], Result]) -> Result:
+    """Call it in a thread of its own, where no mode of the caller (autocast, inference, a default device) reaches."""
+
+    def call() -> Result:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return function()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(call).result()
+
+
+def _probe_groups(optimizer: torch.optim.Optimizer) -> list[Cutting]:
     signatures = [_signature(group) for group in optimizer.param_groups]
     kept: list[int] = []  # two groups of each sort are enough to show coupling between groups
     for index, signature in enumerate(signatures):
         if sum(signatures[other] == signature for other in kept) < 2:
             kept.append(index)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        found = {signatures[index]: _probe_group(optimizer, kept, index) for index in reversed(kept)}
+    found = {signatures[index]: _probe_group(optimizer, kept, index) for index in reversed(kept)}
     cuttings = [found[signature] for signature in signatures]
     coupled = [cutting for cutting in cuttings if cutting.cut is Cut.OPTIMIZER]
     if coupled:
         return [dataclasses.replace(c, cut=Cut.OPTIMIZER, reason=coupled[0].reason) for c in cuttings]
     return cuttings
-
-
-def accepts_sparse_gradients(optimizer: torch.optim.Optimizer, group_index: int) -> bool:
-    """Whether the optimizer's step works on a sparse gradient, with this group's settings."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            _run_whole(_Twin(optimizer, [group_index], initial_state=False, sparse=True))
-        except Exception:  # any refusal, in the optimizer's own words, is the answer
-            return False
-    return True
 
 
 def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) -> Cutting:

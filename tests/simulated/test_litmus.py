@@ -1,4 +1,4 @@
-"""The simulator against itself: each hazard has a racy twin that must go wrong somewhere, and an ordered twin that may not.
+"""The simulator against itself: each hazard has a racy twin that must go wrong, and an ordered twin that may not.
 
 A scenario says whether it saw the right numbers, after waiting for what it looks at.
 """

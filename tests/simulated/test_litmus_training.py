@@ -1,7 +1,7 @@
 """Training loops as users write them: on the simulated device they give the numbers that they give on the CPU.
 
-Where nothing is random the numbers are those of the plain run; with dropout, which draws other numbers on a device than on
-the host, they are the same in every schedule.
+Where nothing is random the numbers are those of the plain run; with dropout, which draws other numbers on a device than
+on the host, they are the same in every schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def run(loop: Loop, device: SimulatedDevice | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext() if device is None else device
     with context:
-        return [tensor.detach().cpu().clone() for tensor in loop(torch.device("cpu") if device is None else device.address)]
+        return [
+            tensor.detach().cpu().clone() for tensor in loop(torch.device("cpu") if device is None else device.address)
+        ]
 
 
 def equal(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
@@ -140,7 +142,7 @@ def sparse_embedding(kind: type[torch.optim.Optimizer]) -> Loop:
 def attention_with_masks(address: torch.device) -> list[torch.Tensor]:
     model = nn.MultiheadAttention(16, 4, batch_first=True).to(address)
     tokens = torch.randn(2, 6, 16).to(address)
-    causal = nn.Transformer.generate_square_subsequent_mask(6, device=tokens.device)
+    causal = torch.ones(6, 6, dtype=torch.bool, device=tokens.device).triu(1)
     padding = torch.zeros(2, 6, dtype=torch.bool, device=tokens.device)
     padding[0, 4:] = True
     output, weights = model(tokens, tokens, tokens, attn_mask=causal, key_padding_mask=padding)

@@ -20,7 +20,7 @@ MEASURED_STEPS = 2
 """Memory is read in the first steps, time is taken over the others: reading takes time."""
 
 LEAST_STEPS = MEASURED_STEPS + 1
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 2e-4
 CLIP_NORM = 1.0
 HELD_OUT_BATCHES = 4
 STEPS_PER_LOSS = 5

@@ -44,13 +44,13 @@ def _simulated_venue(seed: int) -> Venue:
 
     @contextlib.contextmanager
     def open_simulated() -> Iterator[Device]:
-        with SimulatedDevice(schedule="random", seed=seed) as device:
+        with _one_thread(), SimulatedDevice(schedule="random", seed=seed) as device:
             yield device
 
     meaning = (
-        "Real PyTorch arithmetic on the CPU, with copies and compute in a random order that an accelerator would be free "
-        "to take. Memory and traffic are counted byte by byte. Seconds are those of a simulator written in Python: they "
-        "say nothing about the speed of a GPU."
+        "Real PyTorch arithmetic on one core of the CPU, with copies and compute in a random order that an accelerator "
+        "would be free to take. Memory and traffic are counted byte by byte. Seconds are those of a simulator written "
+        "in Python: they say nothing about the speed of a GPU."
     )
     return Venue(f"simulated device (schedule random, seed {seed})", meaning, True, open_simulated)
 
@@ -77,6 +77,21 @@ def _accelerator_address() -> torch.device | None:
         if module is not None and module.is_available():
             return torch.device(kind, module.current_device())
     return None
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in the calling thread.
+
+    More threads make the simulator a third faster where nothing else runs, and many times slower where something does:
+    each of its many small operations waits for the last thread. Bits do not depend on it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

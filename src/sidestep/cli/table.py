@@ -28,8 +28,8 @@ def result_table(runs: list[Run], *, is_simulated: bool) -> Table:
     section("host memory, MiB", _HOST_ROWS)
     section("moved per step, MiB", _TRAFFIC_ROWS)
     section(f"{whose}time", {"seconds per step": lambda run: f"{run.seconds_per_step:.3f}", **_ratio_row(runs)})
-    section("loss on held-out text, nats per byte", _LOSS_ROWS)
-    table.add_row("[bold]parameters identical to plain[/]", *_verdicts(runs))
+    section("held-out loss, nats", _LOSS_ROWS)
+    table.add_row("[bold]identical to plain[/]", *_verdicts(runs))
     return table
 
 

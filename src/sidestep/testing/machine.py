@@ -88,7 +88,7 @@ class Machine:
             here = out_of.alias(source) if out_of is not None else source.detach()
             pieces = list(halves(there, here))
         direction = "to_device" if into is not None else "to_host"
-        stream.owner.ledger.copied(direction, stream.name, source.numel() * source.element_size())
+        stream.owner.allocator.ledger.copied(direction, stream.name, source.numel() * source.element_size())
         for piece in pieces:
             self.enqueue(stream, copying(*piece))
         if blocking:

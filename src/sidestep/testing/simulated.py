@@ -82,6 +82,8 @@ class SimulatedDevice:
     @property
     def ledger(self) -> Ledger:
         """Bytes by category, now and at peak, and bytes copied."""
+        self.allocator.settle()
+        self._residences.settle_pins()
         return self.allocator.ledger
 
     def __enter__(self) -> SimulatedDevice:
@@ -224,17 +226,17 @@ class SimulatedDevice:
         """
         size_bytes = round_up(byte_count, PAGE_BYTES)
         self._residences.settle_pins()
-        if self._faults.refuses_pin(self.ledger.now("pinned") + size_bytes):
+        if self._faults.refuses_pin(self.allocator.ledger.now("pinned") + size_bytes):
             raise PinError(f"the simulated device was told to refuse to page-lock these {byte_count:,} bytes")
         memory = poisoned_bytes(size_bytes, PAGE_BYTES)
-        self._residences.pin(memory, self.ledger)
+        self._residences.pin(memory, self.allocator.ledger)
         with Beneath():
             return torch.frombuffer(memory, dtype=torch.uint8)[:byte_count]
 
     def memory(self) -> DeviceMemory:
         """What is allocated now and at peak, as the ledger has it."""
-        self.allocator.settle()
-        return DeviceMemory(self.ledger.now(), self.ledger.peak())
+        ledger = self.ledger
+        return DeviceMemory(ledger.now(), ledger.peak())
 
     # Faults.
 
