@@ -1,0 +1,219 @@
+"""What a real accelerator shows: parity, memory, step time. See ``gpu.sh``; the report is Markdown, with its JSON beside it.
+
+On a machine without an accelerator all of it runs on the simulated device with tiny models, so that it cannot rot; such
+a report says so in its title, and its times are the simulator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import sidestep
+from benchmarks import parity
+from benchmarks.parity import Place
+from sidestep.engine.device import device_at
+
+TIMED_STEPS = 5
+WARM_UP_STEPS = 3
+MODES = ("plain", "offloaded", "copied in and out")
+Batch = dict[str, torch.Tensor]
+
+
+class CopiedInAndOut:
+    """What hand-written wrappers do: all state in before the step, all out after it, tensor by tensor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        self._move(lambda parameter, value: value.to(parameter.device))
+        self._optimizer.step()
+        self._move(lambda parameter, value: value.cpu())
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def _move(self, moved: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        for parameter, entries in self._optimizer.state.items():
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    entries[name] = moved(parameter, value)
+
+
+def bert_large(where: Place) -> tuple[torch.nn.Module, Batch]:
+    """BERT-large with its masked-language-model head in fp32, batch 8 x 512."""
+    small = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500)
+    large = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    config = transformers.BertConfig(**(small if where.is_simulated else large))
+    tokens = _tokens(where, config.vocab_size, *((2, 32) if where.is_simulated else (8, 512)))
+    model = transformers.BertForMaskedLM(config)
+    return model.to(where.address), {"input_ids": tokens, "labels": tokens}
+
+
+def gpt_1b(where: Place) -> tuple[torch.nn.Module, Batch]:
+    """A GPT-2 of 1.3 billion parameters in bf16 throughout, batch 4 x 1024."""
+    small = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=500)
+    large = dict(n_embd=2048, n_layer=24, n_head=16)
+    config = transformers.GPT2Config(**(small if where.is_simulated else large), use_cache=False)
+    tokens = _tokens(where, config.vocab_size, *((2, 32) if where.is_simulated else (4, 1024)))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = transformers.GPT2LMHeadModel(config) if where.is_simulated else _built_on(where, config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.to(where.address), {"input_ids": tokens, "labels": tokens}
+
+
+def _built_on(where: Place, config: Any) -> torch.nn.Module:
+    with torch.device(where.address):  # initialising a billion parameters on the host takes a minute
+        return transformers.GPT2LMHeadModel(config)
+
+
+def _tokens(where: Place, vocabulary: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(where.address)
+
+
+def measure(where: Place, build: Callable[[Place], tuple[torch.nn.Module, Batch]], mode: str) -> dict[str, Any]:
+    """Seconds per step (median), and device bytes at peak and between steps."""
+    torch.manual_seed(0)
+    model, batch = build(where)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if mode == "offloaded":
+        optimizer = sidestep.offload(optimizer, model=model)
+    elif mode == "copied in and out":
+        optimizer = CopiedInAndOut(optimizer)
+    seconds = []
+    for step in range(WARM_UP_STEPS + TIMED_STEPS):
+        if step == WARM_UP_STEPS:
+            _reset_peak(where)
+        start = time.perf_counter()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _finish(where)
+        seconds.append(time.perf_counter() - start)
+    memory = device_at(where.address).memory()  # type: ignore[union-attr]
+    return {
+        "mode": mode,
+        "seconds_per_step": sorted(seconds[WARM_UP_STEPS:])[TIMED_STEPS // 2],
+        "rest_bytes": memory.allocated_bytes,
+        "peak_bytes": memory.peak_bytes,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "report": str(optimizer.report()) if mode == "offloaded" else "",
+    }
+
+
+def _finish(where: Place) -> None:
+    if where.is_simulated:
+        torch.zeros(1, device=where.address).item()
+    else:
+        torch.accelerator.synchronize(where.address)
+
+
+def _reset_peak(where: Place) -> None:
+    if where.is_simulated:
+        device_at(where.address).ledger.reset_peak()  # type: ignore[union-attr]
+    else:
+        getattr(torch, where.address.type).reset_peak_memory_stats(where.address)
+
+
+def parity_section(where: Place) -> tuple[str, dict[str, Any]]:
+    rows, equal = [], {}
+    for name, keywords in parity.settings_for(where):
+        expected = parity.train(where, name, keywords)
+        label = ", ".join([name, *(f"{key}={value}" for key, value in keywords.items())])
+        equal[label] = all(
+            parity.is_equal(where, name, keywords, expected, pinned_memory=limit) for limit in ("1GiB", 2**21, 0)
+        )
+        rows.append(f"| {label} | {_yes(equal[label])} |")
+    delayed, deleted = parity.delayed_waits(where), parity.deleted_waits(where)
+    waits = [f"| {site} | {_yes(delayed[site])} | {_yes(deleted[site])} |" for site in delayed]
+    text = "\n".join(
+        [
+            "## Parity\n",
+            f"{parity.STEPS} steps; parameters and state by `torch.equal`; all, some and no state page-locked.\n",
+            "| optimizer | identical to plain |\n|---|---|",
+            *rows,
+            "\n| wait | identical with the waiting stream delayed | damage noticed with the wait deleted |\n|---|---|---|",
+            *waits,
+            "\nA deleted wait that shows no damage here was lucky in its timing; the simulated device shows damage for each.",
+        ]
+    )
+    return text, {"identical": equal, "identical_when_delayed": delayed, "noticed_when_deleted": deleted}
+
+
+def speed_section(where: Place) -> tuple[str, list[dict[str, Any]]]:
+    lines, results = ["## Memory and step time\n"], []
+    for build in (bert_large, gpt_1b):
+        measured = [measured_alone(where, build, mode) for mode in MODES]
+        results += [{"model": build.__name__, **row} for row in measured]
+        plain = measured[0]["seconds_per_step"]
+        lines.append(f"{build.__doc__} {measured[0]['parameters']:,} parameters.\n")
+        lines.append("| optimizer | s per step | ratio to plain | device GiB at rest | device GiB at peak |")
+        lines.append("|---|---|---|---|---|")
+        for row in measured:
+            ratio = row["seconds_per_step"] / plain
+            rest, peak = (row[key] / 2**30 for key in ("rest_bytes", "peak_bytes"))
+            lines.append(f"| {row['mode']} | {row['seconds_per_step']:.4f} | {ratio:.2f} | {rest:.3f} | {peak:.3f} |")
+        lines.append("")
+        lines += ["```", measured[1]["report"], "```", ""]
+    return "\n".join(lines), results
+
+
+def measured_alone(where: Place, build: Callable[[Place], Any], mode: str) -> dict[str, Any]:
+    found = measure(where, build, mode)
+    gc.collect()
+    if not where.is_simulated:
+        getattr(torch, where.address.type).empty_cache()
+    return found
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "**no**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder for the report")
+    folder = parser.parse_args().output
+    warnings.filterwarnings("ignore", message="Sidestep keeps some optimizer state in pageable")
+    if not torch.accelerator.is_available():
+        torch.set_num_threads(1)  # elementwise kernels on the CPU depend on how a range is split
+    start = time.perf_counter()
+    with parity.place() as where:
+        parity_text, parity_results = parity_section(where)
+        speed_text, speed_results = speed_section(where)
+    kind = "simulated" if where.is_simulated else where.address.type
+    title = (
+        "# Simulated run: no accelerator, tiny models, times are the simulator's"
+        if where.is_simulated
+        else (
+            f"# {parity.Place.name.fget(where)}"  # type: ignore[attr-defined]
+        )
+    )
+    head = (
+        f"{title}\n\n`benchmarks/gpu.sh`, {datetime.date.today()}, torch {torch.__version__}, Python"
+        f" {platform.python_version()}, sidestep {sidestep.__version__}; {time.perf_counter() - start:.0f} s in all.\n"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"gpu-{kind}.md").write_text("\n".join([head, parity_text, "", speed_text]))
+    results = {"parity": parity_results, "speed": speed_results}
+    (folder / f"gpu-{kind}.json").write_text(json.dumps(results, indent=1))
+    print((folder / f"gpu-{kind}.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

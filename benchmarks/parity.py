@@ -1,0 +1,160 @@
+"""Bit-equality of offloaded and plain optimizers on whatever device there is, with waits delayed or deleted on request.
+
+Needs torch alone, so that it runs on a bare machine; ``tests/gpu`` and ``benchmarks/gpu.py`` share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import sidestep
+from sidestep.engine import device as seam
+from sidestep.engine.sites import HAZARDS
+from sidestep.testing import SimulatedDevice
+
+STEPS = 6
+SHAPES = [(512, 300), (64, 48, 3, 3), (1000, 64), (300,)]
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("Adadelta", {}),
+    ("Adafactor", {}),
+    ("Adagrad", {}),
+    ("Adam", {"amsgrad": True}),
+    ("Adam", {"capturable": True}),
+    ("AdamW", {}),
+    ("AdamW", {"foreach": False}),
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"fused": True, "amsgrad": True}),
+    ("Adamax", {}),
+    ("ASGD", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Rprop", {}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a comparison runs: an accelerator, or the simulated device."""
+
+    address: torch.device
+    is_simulated: bool
+
+    @property
+    def name(self) -> str:
+        if self.is_simulated:
+            return "the simulated device"
+        backend = getattr(torch, self.address.type)
+        return str(backend.get_device_name(self.address))
+
+
+@contextlib.contextmanager
+def place() -> Iterator[Place]:
+    """The accelerator, where there is one; else a simulated device for as long as the context lasts."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        yield Place(torch.device(accelerator.type, torch.accelerator.current_device_index()), is_simulated=False)
+        return
+    with SimulatedDevice(schedule="random", seed=0) as device:
+        yield Place(device.address, is_simulated=True)
+
+
+class Tampered:
+    """A device with some waits deleted, and with streams delayed after others, so that races have time to show."""
+
+    def __init__(self, device: Any, *, deleted: str | None = None, delayed: tuple[str, ...] = ()) -> None:
+        self._device = device
+        self._deleted = deleted
+        self._delayed = delayed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def wait(self, stream: Any, event: Any, *, site: str) -> None:
+        if site != self._deleted:
+            self._device.wait(stream, event, site=site)
+        if site in self._delayed:
+            self._delay(stream)
+
+    def synchronize(self, event: Any, *, site: str) -> None:
+        if site != self._deleted:
+            self._device.synchronize(event, site=site)
+
+    def _delay(self, stream: Any) -> None:
+        """About a millisecond of work on a real device stream. The simulated device has its schedule instead."""
+        if hasattr(stream, "stream"):
+            with stream.stream:
+                scratch = torch.ones(2048, 2048, device=self._device.address)
+                for _ in range(2):
+                    scratch = scratch @ scratch
+
+
+@contextlib.contextmanager
+def tampered(where: Place, **tampering: Any) -> Iterator[None]:
+    """Offloaded optimizers that start in this context see the device with these faults."""
+    device = seam.device_at(where.address)
+    assert device is not None
+    seam.register(Tampered(device, **tampering))
+    try:
+        yield
+    finally:
+        seam.register(device)
+
+
+def train(where: Place, name: str, keywords: dict[str, Any], **settings: Any) -> list[torch.Tensor]:
+    """Parameters and state after a few steps, on the host; offloaded if there are ``settings``."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(s, generator=generator).to(where.address)) for s in SHAPES]
+    optimizer = getattr(torch.optim, name)(parameters, lr=1e-2, **keywords)
+    if settings:
+        optimizer = sidestep.offload(optimizer, sidestep.Placement(min_elements=1024), **settings)
+    for step in range(STEPS):
+        noise = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            with torch.no_grad():
+                parameter.grad = parameter * 0.3 + torch.randn(parameter.shape, generator=noise).to(where.address)
+        optimizer.step()
+    state = [v for entries in optimizer.state_dict()["state"].values() for v in entries.values()]
+    tensors = [*parameters, *(value for value in state if isinstance(value, torch.Tensor))]
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+def is_equal(where: Place, name: str, keywords: dict[str, Any], expected: list[torch.Tensor], **more: Any) -> bool:
+    """Whether the offloaded optimizer gives these bits."""
+    found = train(where, name, keywords, chunk_bytes=256 * 1024, **more)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def settings_for(where: Place) -> list[tuple[str, dict[str, Any]]]:
+    """``capturable`` is for real devices only."""
+    return [(name, k) for name, k in SETTINGS if not (where.is_simulated and k.get("capturable"))]
+
+
+def deleted_waits(where: Place) -> dict[str, bool]:
+    """For each wait, whether its deletion was noticed, with all other streams delayed."""
+    expected = train(where, "AdamW", {})
+    noticed = {}
+    for site in HAZARDS:
+        others = tuple(other for other in HAZARDS if other != site)
+        with tampered(where, deleted=site, delayed=others):
+            noticed[site] = not all(
+                is_equal(where, "AdamW", {}, expected, pinned_memory=limit) for limit in ("1GiB", 2**21)
+            )
+    return noticed
+
+
+def delayed_waits(where: Place) -> dict[str, bool]:
+    """For each wait, whether the numbers are right with the waiting stream delayed there."""
+    expected = train(where, "AdamW", {})
+    right = {}
+    for site in HAZARDS:
+        with tampered(where, delayed=(site,)):
+            right[site] = all(is_equal(where, "AdamW", {}, expected, pinned_memory=limit) for limit in ("1GiB", 2**21))
+    return right
