@@ -1,4 +1,4 @@
-"""What a real accelerator shows: parity, memory, step time. See ``gpu.sh``; the report is Markdown, with its JSON beside it.
+"""What a real accelerator shows: parity, memory, step time. See ``gpu.sh``; the report is Markdown, JSON beside it.
 
 On a machine without an accelerator all of it runs on the simulated device with tiny models, so that it cannot rot; such
 a report says so in its title, and its times are the simulator's.
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-
-import sidestep
 from benchmarks import parity
 from benchmarks.parity import Place
+
+import sidestep
 from sidestep.engine.device import device_at
 
 TIMED_STEPS = 5
@@ -54,9 +54,14 @@ class CopiedInAndOut:
 
 def bert_large(where: Place) -> tuple[torch.nn.Module, Batch]:
     """BERT-large with its masked-language-model head in fp32, batch 8 x 512."""
-    small = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500)
-    large = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-    config = transformers.BertConfig(**(small if where.is_simulated else large))
+    if where.is_simulated:
+        config = transformers.BertConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500
+        )
+    else:
+        config = transformers.BertConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        )
     tokens = _tokens(where, config.vocab_size, *((2, 32) if where.is_simulated else (8, 512)))
     model = transformers.BertForMaskedLM(config)
     return model.to(where.address), {"input_ids": tokens, "labels": tokens}
@@ -64,9 +69,10 @@ def bert_large(where: Place) -> tuple[torch.nn.Module, Batch]:
 
 def gpt_1b(where: Place) -> tuple[torch.nn.Module, Batch]:
     """A GPT-2 of 1.3 billion parameters in bf16 throughout, batch 4 x 1024."""
-    small = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=500)
-    large = dict(n_embd=2048, n_layer=24, n_head=16)
-    config = transformers.GPT2Config(**(small if where.is_simulated else large), use_cache=False)
+    if where.is_simulated:
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, use_cache=False)
+    else:
+        config = transformers.GPT2Config(n_embd=2048, n_layer=24, n_head=16, use_cache=False)
     tokens = _tokens(where, config.vocab_size, *((2, 32) if where.is_simulated else (4, 1024)))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -147,9 +153,11 @@ def parity_section(where: Place) -> tuple[str, dict[str, Any]]:
             f"{parity.STEPS} steps; parameters and state by `torch.equal`; all, some and no state page-locked.\n",
             "| optimizer | identical to plain |\n|---|---|",
             *rows,
-            "\n| wait | identical with the waiting stream delayed | damage noticed with the wait deleted |\n|---|---|---|",
+            "\n| wait | identical with the waiting stream delayed | damage noticed with the wait deleted |",
+            "|---|---|---|",
             *waits,
-            "\nA deleted wait that shows no damage here was lucky in its timing; the simulated device shows damage for each.",
+            "\nA deleted wait that shows no damage here was lucky in its timing; the tests on the simulated device show"
+            " damage for each.",
         ]
     )
     return text, {"identical": equal, "identical_when_delayed": delayed, "noticed_when_deleted": deleted}
@@ -174,6 +182,7 @@ def speed_section(where: Place) -> tuple[str, list[dict[str, Any]]]:
 
 
 def measured_alone(where: Place, build: Callable[[Place], Any], mode: str) -> dict[str, Any]:
+    gc.collect()
     found = measure(where, build, mode)
     gc.collect()
     if not where.is_simulated:

@@ -102,7 +102,10 @@ def _probe_groups(optimizer: torch.optim.Optimizer) -> list[Cutting]:
     for index, signature in enumerate(signatures):
         if sum(signatures[other] == signature for other in kept) < 2:
             kept.append(index)
-    found = {signatures[index]: _probe_group(optimizer, kept, index) for index in reversed(kept)}
+    found: dict[tuple[Any, ...], Cutting] = {}
+    for index in kept:
+        cutting = _probe_group(optimizer, kept, index)
+        found[signatures[index]] = max(found.get(signatures[index], cutting), cutting, key=lambda c: c.cut)
     cuttings = [found[signature] for signature in signatures]
     coupled = [cutting for cutting in cuttings if cutting.cut is Cut.OPTIMIZER]
     if coupled:
@@ -122,6 +125,8 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
             failure = failure or error
             continue
         kinds = _kinds(whole, target)
+        if whole.draws_random_numbers:
+            return Cutting(Cut.OPTIMIZER, kinds, "the update draws random numbers, in an order that cutting would change")
         for cut in (Cut.PARAMETER, Cut.GROUP) if sparse else (Cut.ELEMENT, Cut.PARAMETER, Cut.GROUP):
             twin = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
             if _is_same_when_cut(twin, whole, target, cut):
@@ -143,6 +148,7 @@ class _Twin:
 
     def __init__(self, optimizer: torch.optim.Optimizer, kept: list[int], *, initial_state: bool, sparse: bool) -> None:
         self.sparse = sparse
+        self.draws_random_numbers = False
         generator = torch.Generator().manual_seed(0)
         groups = [optimizer.param_groups[index] for index in kept]
         self.parameters = [
@@ -177,8 +183,9 @@ class _Twin:
 def _run_whole(twin: _Twin) -> None:
     for step in range(len(_GRADIENT_SCALES)):
         twin.set_gradients(step)
-        torch.manual_seed(step)
+        state = torch.manual_seed(step).get_state()
         step_on(twin.optimizer, twin.optimizer.param_groups, twin.optimizer.state)
+        twin.draws_random_numbers |= not torch.equal(state, torch.get_rng_state())
 
 
 def _is_same_when_cut(twin: _Twin, whole: _Twin, target: int, cut: Cut) -> bool:

@@ -519,6 +519,28 @@ def test_global_step_hooks_fire_once() -> None:
     assert calls.count == {"pre": 3, "post": 3}
 
 
+class Subclass(torch.optim.AdamW):
+    """Whose step calls another hooked step, so that plain torch fires hooks once for each class."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step(closure)
+
+
+def test_hooks_of_a_subclass_fire_no_more_often_than_with_plain() -> None:
+    adamw(Net())  # after which torch has put its hooks into AdamW's step
+    counts = []
+    for wrap in (plain, offloaded):
+        with SimulatedDevice() as device:
+            model, calls = net_on(device), Calls()
+            optimizer = wrap(Subclass(model.parameters(), lr=1e-2))
+            optimizer.register_step_pre_hook(calls.hook("pre"))
+            optimizer.register_step_post_hook(calls.hook("post"))
+            train(model, optimizer, range(2))
+            counts.append(calls.count)
+    assert counts[0] == {"pre": 4, "post": 4}
+    assert all(2 <= counts[1][name] <= counts[0][name] for name in counts[0]), counts
+
+
 def test_hooks_may_change_what_is_saved_and_loaded() -> None:
     def run(device: SimulatedDevice, wrap: Wrap) -> Any:
         model = net_on(device)

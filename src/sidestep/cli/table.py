@@ -40,7 +40,7 @@ def _mib(byte_count: float) -> str:
 _DEVICE_ROWS: dict[str, Callable[[Run], str]] = {
     "parameters": lambda run: _mib(run.most["parameters"]),
     "gradients, peak": lambda run: _mib(run.most["gradients"]),
-    "activations, peak": lambda run: _mib(run.most["activations"]),
+    "activations and other, peak": lambda run: _mib(run.most["activations"]),
     "state, at rest": lambda run: _mib(run.moments["between steps"]["state"]),
     "state, peak": lambda run: _mib(run.most["state"]),
     "staging, peak": lambda run: _mib(run.most["staging"]),

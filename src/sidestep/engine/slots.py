@@ -91,6 +91,8 @@ class Slot:
         self.chunk: Chunk | None = None
         self.layout: ChunkLayout | None = None
         self.buffer: torch.Tensor | None = None  # (bytes,) uint8, on the device
+        self.is_irregular = False  # the buffer is larger than the ring's, for the time of its chunk only
+        self.set_aside: torch.Tensor | None = None  # the ring's own buffer meanwhile
         self.staging: torch.Tensor | None = None  # (bytes,) uint8, page-locked host memory, for pageable spans only
         self.fetched: Event | None = None  # guards the update: the chunk's state is in the buffer
         self.gathered: Event | None = None  # guards the fetch: the host worker has filled the staging
@@ -140,7 +142,7 @@ class Ring:
     def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]]) -> None:
         """The chunks that the next step will take, in order. What is prefetched is kept if it is the right start."""
         regular = [layout.byte_count for _, layout in upcoming if self._is_regular(layout)]
-        self._slot_bytes = max(regular, default=0)
+        self._slot_bytes = max([self._slot_bytes, *regular])
         prefetched = [(slot.chunk, slot.layout) for slot in self._filling]
         if prefetched != list(upcoming[: len(prefetched)]):
             self._discard_prefetched()
@@ -153,9 +155,13 @@ class Ring:
             while self._free and self._upcoming and self._is_regular(self._upcoming[0][1]):
                 self._begin_next()
 
+    def _may_begin_early(self) -> bool:
+        """Only one irregular chunk at a time, or the ring would take as much memory as several of them."""
+        return self._is_regular(self._upcoming[0][1]) or not any(slot.is_irregular for slot in self._filling)
+
     def take(self, chunk: Chunk) -> Slot:
         """The chunk's slot. What the current stream does from now on sees the chunk's state in it."""
-        while self._free and self._upcoming:
+        while self._free and self._upcoming and (not self._filling or self._may_begin_early()):
             self._begin_next()
         slot = self._ready = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
@@ -174,8 +180,7 @@ class Ring:
             self._drain(slot, spans, loose)
         slot.chunk, slot.fetched, slot.gathered, self._ready = None, None, None, None
         self._free.append(slot)
-        if slot.buffer is not None and slot.buffer.numel() > self._slot_bytes:
-            self._free_buffer(slot)
+        self._end_irregular(slot)
 
     def land(self) -> None:
         """Block the host until all state is at rest, and forget what was prefetched."""
@@ -203,6 +208,7 @@ class Ring:
         for slot in [*self._free, *self._filling]:
             for tensor in slot.newborn:
                 self.device.release(tensor, self._evict)
+            self._end_irregular(slot)
             self._free_buffer(slot)
 
     # Filling.
@@ -253,16 +259,28 @@ class Ring:
         slot.fetched = self.device.record(self._fetch)
 
     def _make_room(self, slot: Slot, layout: ChunkLayout) -> None:
-        byte_count = max(layout.byte_count, self._slot_bytes if self._is_regular(layout) else 0)
-        if slot.buffer is None or slot.buffer.numel() < byte_count:
-            self._free_newborn(slot)
+        if not self._is_regular(layout):
+            own = self._allocate(slot, layout.byte_count)
+            slot.buffer, slot.set_aside, slot.is_irregular = own, slot.buffer, True
+        elif slot.buffer is None or slot.buffer.numel() < layout.byte_count:
             self._free_buffer(slot)
-            slot.buffer = self.device.empty(byte_count)
-            self._traffic.add_staging(byte_count)
-            allocated = self.device.record(self.device.current_stream())
-            self._wait(self._fetch, allocated, sites.FETCH_WAITS_SLOT_MEMORY)
+            slot.buffer = self._allocate(slot, self._slot_bytes)
         if any(not span.slab.is_pinned for span in layout.spans):
-            self._make_staging(slot, byte_count)
+            self._make_staging(slot, layout.byte_count)
+
+    def _allocate(self, slot: Slot, byte_count: int) -> torch.Tensor:
+        self._free_newborn(slot)
+        buffer = self.device.empty(byte_count)
+        self._traffic.add_staging(byte_count)
+        allocated = self.device.record(self.device.current_stream())
+        self._wait(self._fetch, allocated, sites.FETCH_WAITS_SLOT_MEMORY)
+        return buffer
+
+    def _end_irregular(self, slot: Slot) -> None:
+        """Give back memory that a chunk beyond the ring's size had for its own time only."""
+        if slot.is_irregular:
+            self._free_buffer(slot)
+            slot.buffer, slot.set_aside, slot.is_irregular = slot.set_aside, None, False
 
     def _make_staging(self, slot: Slot, byte_count: int) -> None:
         if self._worker is None:
@@ -317,6 +335,7 @@ class Ring:
 
     def _reset(self, slot: Slot) -> None:
         slot.chunk, slot.fetched, slot.gathered = None, None, None
+        self._end_irregular(slot)
         self._free.appendleft(slot)
 
     # Small words.

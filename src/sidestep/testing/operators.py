@@ -27,6 +27,9 @@ UNFILLED |= {"aten::new_empty_strided"}
 CACHED_PLANS_LIMIT = 20_000
 
 
+NORMALISATIONS = {"aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """What an operator's schema says about how to run it.
@@ -208,11 +211,21 @@ def _make_plan(func: Any, traits: Traits, operands: Operands) -> Plan:
             if len(traits.returned) == 1:
                 results = (results,)
             named = zip(traits.returned, results or (), strict=True)
-            return Plan(tuple([None if name is not None else _layout_of(result) for name, result in named]))
+            layouts = [None if name is not None else _layout_of(result) for name, result in named]
+            return Plan(tuple(_with_cpu_statistics(func, traits, operands, layouts)))
         except NotImplementedError:  # no meta kernel: no matter if there is nothing to foretell
             return Plan((None,) * len(traits.returned), now=None in traits.returned)
         except Exception:  # no layout, or operands that the real kernel refuses too: the real one will say
             return Plan(now=True)
+
+
+def _with_cpu_statistics(func: Any, traits: Traits, operands: Operands, layouts: list[Any]) -> list[Any]:
+    """Normalisations keep mean and deviation in another type on the CPU than their meta kernels say."""
+    if func._schema.name not in NORMALISATIONS or operands.tensors[0].dtype not in (torch.bfloat16, torch.float16):
+        return layouts
+    weight = operands.argument(traits, "weight")
+    dtype = operands.tensors[0].dtype if weight is None else weight.dtype
+    return [layouts[0], *(dataclasses.replace(layout, dtype=dtype) for layout in layouts[1:])]
 
 
 def _layout_of(result: Any) -> Any:
