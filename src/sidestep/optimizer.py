@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from sidestep import loading
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
-from sidestep.placement import Placement, Policy
+from sidestep.placement import Placement, Policy, resolve
 from sidestep.report import Report, report_of
-from sidestep.schedule import Schedule, Settings, abandon
+from sidestep.schedule import Schedule, Settings, abandon, names_of
 
 _OWN = "offload"
 """The key of a parameter group that holds the group's own policy."""
@@ -87,7 +87,17 @@ def offload(
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
     )
+    _check_placements(optimizer, settings)
     return OffloadOptimizer(optimizer, settings)
+
+
+def _check_placements(optimizer: Optimizer, settings: Settings) -> None:
+    """Raise for a placement that makes no sense now, not in the first step."""
+    names = names_of(optimizer.param_groups, settings.names)
+    for group in optimizer.param_groups:
+        plain = {key: value for key, value in group.items() if key != _OWN}
+        for parameter in group["params"]:
+            resolve(settings.policy, group.get(_OWN), names[parameter], parameter, plain)
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -126,7 +126,9 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
             continue
         kinds = _kinds(whole, target)
         if whole.draws_random_numbers:
-            return Cutting(Cut.OPTIMIZER, kinds, "the update draws random numbers, in an order that cutting would change")
+            return Cutting(
+                Cut.OPTIMIZER, kinds, "the update draws random numbers, in an order that cutting would change"
+            )
         for cut in (Cut.PARAMETER, Cut.GROUP) if sparse else (Cut.ELEMENT, Cut.PARAMETER, Cut.GROUP):
             twin = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
             if _is_same_when_cut(twin, whole, target, cut):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from sidestep.errors import BrokenStepError, UnsupportedOptimizerError
 from sidestep.placement import Policy, resolve
 from sidestep.rest import StateAtRest, may_rest, to_device
 from sidestep.step import Step
-from sidestep.wrapped import State, parameters_of
+from sidestep.wrapped import Group, State, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +174,8 @@ class Schedule:
                 )
 
     def names(self) -> dict[torch.nn.Parameter, str]:
-        """A name for each parameter: the group's own, else the model's, else one like ``group0.3``."""
-        names = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            own = group.get("param_names") or ()
-            for position, parameter in enumerate(group["params"]):
-                fallback = self.settings.names.get(parameter, f"group{index}.{position}")
-                names[parameter] = own[position] if position < len(own) else fallback
-        return names
+        """A name for each parameter of the groups."""
+        return names_of(self.optimizer.param_groups, self.settings.names)
 
     def _check_sparse_gradients(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
@@ -189,8 +183,8 @@ class Schedule:
             if sparse and not probe.accepts_sparse_gradients(self.optimizer, index):
                 kind = type(self.optimizer).__name__
                 raise UnsupportedOptimizerError(
-                    f"{self.names()[sparse[0]]} has a sparse gradient, and {kind} does not take sparse gradients with these"
-                    " settings. Nothing was changed. Make the embedding with sparse=False,"
+                    f"{self.names()[sparse[0]]} has a sparse gradient, and {kind} does not take sparse gradients with"
+                    " these settings. Nothing was changed. Make the embedding with sparse=False,"
                     " or give this parameter to torch.optim.SparseAdam or torch.optim.SGD"
                 )
 
@@ -273,6 +267,17 @@ class Schedule:
         """Give back the rings' memory."""
         while self.rings:
             self.rings.popitem()[1].close()
+
+
+def names_of(groups: Sequence[Group], of_the_model: dict[torch.nn.Parameter, str]) -> dict[torch.nn.Parameter, str]:
+    """A name for each parameter: the group's own, else the model's, else one like ``group0.3``."""
+    names = {}
+    for index, group in enumerate(groups):
+        own = group.get("param_names") or ()
+        for position, parameter in enumerate(group["params"]):
+            fallback = of_the_model.get(parameter, f"group{index}.{position}")
+            names[parameter] = own[position] if position < len(own) else fallback
+    return names
 
 
 def abandon(rings: dict[torch.device, Ring]) -> None:

@@ -89,7 +89,9 @@ def with_larger_chunks(optimizer: Optimizer) -> Any:
 
 
 def on_the_device(optimizer: Optimizer) -> Any:
-    return offloaded(optimizer, lambda name, *_: PLACEMENT if name.endswith("1") else sidestep.Placement(state="device"))
+    return offloaded(
+        optimizer, lambda name, *_: PLACEMENT if name.endswith("1") else sidestep.Placement(state="device")
+    )
 
 
 def large_tensors_only(optimizer: Optimizer) -> Any:
@@ -104,7 +106,11 @@ ROUTES: list[list[Wrap]] = [
     [large_tensors_only, offloaded],
     [offloaded, large_tensors_only, plain],
 ]
-SUBSET = [Case(torch.optim.AdamW), Case(torch.optim.AdamW, {"amsgrad": True, "fused": True}), Case(torch.optim.Adafactor)]
+SUBSET = [
+    Case(torch.optim.AdamW),
+    Case(torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    Case(torch.optim.Adafactor),
+]
 SUBSET += [Case(torch.optim.ASGD), Case(torch.optim.SGD, {"momentum": 0.9, "foreach": True})]
 
 

@@ -51,7 +51,7 @@ def numbers(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimiz
 
 
 def is_missing(step: int, index: int) -> bool:
-    """All are there, all, some, then twice only one, so that the ring has more slots than there are chunks, then some."""
+    """All are there, all, some, then twice only one (fewer chunks than the ring has slots), then some."""
     return index != 3 if step in (3, 4) else step > 1 and (step + index) % 3 == 0
 
 

@@ -230,7 +230,9 @@ def test_a_policy_set_on_a_live_group_holds_from_the_next_step() -> None:
     def run(device: SimulatedDevice, wrap: Wrap) -> Any:
         model = net_on(device)
         optimizer = wrap(torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-2))
-        for step, own in enumerate([None, False, True, sidestep.Placement(min_elements=10_000), PLACEMENT, False, None]):
+        for step, own in enumerate(
+            [None, False, True, sidestep.Placement(min_elements=10_000), PLACEMENT, False, None]
+        ):
             if wrap is not plain and own is not None:
                 optimizer.param_groups[0]["offload"] = own
             train(model, optimizer, [step])
@@ -314,7 +316,11 @@ def odd_parameters() -> dict[str, list[nn.Parameter]]:
         "only empty": [nn.Parameter(torch.empty(0, 32))],
         "0-dim": [nn.Parameter(torch.tensor(0.5)), nn.Parameter(randn(40, 64)), nn.Parameter(torch.tensor(-0.5))],
         "channels last": [nn.Parameter(randn(32, 16, 3, 3).contiguous(memory_format=torch.channels_last))],
-        "transposed": [nn.Parameter(randn(40, 64).t()), nn.Parameter(randn(64).flip(0)), nn.Parameter(randn(64, 8).t())],
+        "transposed": [
+            nn.Parameter(randn(40, 64).t()),
+            nn.Parameter(randn(64).flip(0)),
+            nn.Parameter(randn(64, 8).t()),
+        ],
         "five dimensions": [nn.Parameter(randn(4, 4, 4, 8, 6))],
         "of one element": [nn.Parameter(randn(1)), nn.Parameter(randn(1, 1)), nn.Parameter(randn(2000))],
         "frozen": [nn.Parameter(randn(40, 64), requires_grad=False), nn.Parameter(randn(30, 40))],

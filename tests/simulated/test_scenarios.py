@@ -440,7 +440,9 @@ def test_12_a_group_added_after_the_first_step(own: Any) -> None:
         train(model, optimizer, range(1, 5))
         if wrap is not plain:
             resting = {parameter for _, parameter, tensor in moments(optimizer) if tensor.device == HOST}
-            assert (model.narrow.weight in resting) is (own in (None, True) or own == sidestep.Placement(min_elements=1))
+            assert (model.narrow.weight in resting) is (
+                own in (None, True) or own == sidestep.Placement(min_elements=1)
+            )
             assert (model.narrow.bias in resting) is (own == sidestep.Placement(min_elements=1))
         return outcome(model, optimizer)
 
