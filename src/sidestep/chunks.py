@@ -63,17 +63,17 @@ class Piece:
     start: int
     stop: int
 
-    @property
+    @functools.cached_property
     def parameter(self) -> torch.nn.Parameter:
         """The parameter that this is a piece of."""
         return self.subject.parameter
 
-    @property
+    @functools.cached_property
     def is_slice(self) -> bool:
         """Whether it is less than the whole parameter."""
         return self.stop - self.start != self.parameter.numel()
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """How many elements it has."""
         return self.stop - self.start
@@ -96,9 +96,10 @@ class Chunk:
         """Whether the update shares values between these parameters: it then runs even if gradients are missing."""
         return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)
 
-    def pieces_of(self, group: int) -> list[Piece]:
-        """Its pieces from one group."""
-        return [piece for piece in self.pieces if piece.subject.group == group]
+    @functools.cached_property
+    def pieces_by_group(self) -> dict[int, list[Piece]]:
+        """Its pieces from each of its groups."""
+        return {group: [piece for piece in self.pieces if piece.subject.group == group] for group in self.groups}
 
 
 def default_chunk_bytes(subjects: Sequence[Subject]) -> int:

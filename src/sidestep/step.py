@@ -99,18 +99,18 @@ class Step:
         views = slot.views() if slot.layout is not None else {}
         for piece in chunk.pieces:
             in_slot = views.get(piece, _NOTHING)
-            stand_in = _slice_of(piece) if piece.is_slice else piece.parameter
-            borrowed.stand_ins[piece] = stand_in
-            own = self._own_before(piece) if piece.is_slice else self._state.get(piece.parameter)
-            if own is None:
-                continue
             if piece.is_slice:
+                stand_in = _slice_of(piece)
                 borrowed.state[stand_in] = {
                     name: in_slot[name] if name in in_slot else _slice_value(value, piece)
-                    for name, value in own.items()
+                    for name, value in self._own_before(piece).items()
                 }
             else:
-                borrowed.state[stand_in] = {name: in_slot.get(name, value) for name, value in own.items()}
+                stand_in = piece.parameter
+                own = self._state.get(stand_in)
+                if own is not None:
+                    borrowed.state[stand_in] = {name: in_slot.get(name, value) for name, value in own.items()}
+            borrowed.stand_ins[piece] = stand_in
         return borrowed
 
     def _own_before(self, piece: Piece) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Step:
             in_slot = views.get(piece, _NOTHING)
             own = self._state[piece.parameter]
             for name, value in after.items():
-                if name in in_slot and value is in_slot[name]:
+                if value is in_slot.get(name, _MISSING) or value is own.get(name, _MISSING):
                     continue
                 if ring is not None and _may_leave(value, piece, ring):
                     moved.append((piece, name, value))
@@ -216,10 +216,11 @@ class _Borrowed:
         self.stand_ins: dict[Piece, torch.nn.Parameter] = {}  # what it takes for the parameter
 
     def parameters(self, chunk: Chunk, group: int) -> list[torch.nn.Parameter]:
-        return [self.stand_ins[piece] for piece in chunk.pieces_of(group)]
+        return [self.stand_ins[piece] for piece in chunk.pieces_by_group[group]]
 
 
 _NOTHING: dict[str, torch.Tensor] = {}
+_MISSING = object()
 
 
 def _slice_of(piece: Piece) -> torch.nn.Parameter:

@@ -20,6 +20,7 @@ import sidestep
 from sidestep.testing import SimulatedDevice, for_each_schedule
 from tests import homemade
 from tests.loops import (
+    BRIEFLY,
     CHUNK_BYTES,
     HOST,
     PLACEMENT,
@@ -63,8 +64,8 @@ def run_steps(parameters: list[nn.Parameter], optimizer: Optimizer, steps: range
 # The way there and back.
 
 
-def travelled(case: Case, device: SimulatedDevice, wraps: list[Wrap], *, steps: int = 2) -> Any:
-    """A few steps with each of ``wraps`` in turn, and a checkpoint in between."""
+def travelled(case: Case, device: SimulatedDevice, wraps: list[Wrap], *, steps: int = 1) -> Any:
+    """Some steps with each of ``wraps`` in turn, and a checkpoint in between."""
     parameters = parameters_on(device)
     optimizer: Any = None
     for leg, wrap in enumerate(wraps):
@@ -106,24 +107,15 @@ ROUTES: list[list[Wrap]] = [
     [large_tensors_only, offloaded],
     [offloaded, large_tensors_only, plain],
 ]
-SUBSET = [
-    Case(torch.optim.AdamW),
-    Case(torch.optim.AdamW, {"amsgrad": True, "fused": True}),
-    Case(torch.optim.Adafactor),
-]
-SUBSET += [Case(torch.optim.ASGD), Case(torch.optim.SGD, {"momentum": 0.9, "foreach": True})]
+SUBSET = [Case(torch.optim.AdamW), Case(torch.optim.Adafactor), Case(torch.optim.SGD, {"momentum": 0.9, "foreach": True})]
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: " to ".join(wrap.__name__ for wrap in route))
 @pytest.mark.parametrize("case", SUBSET, ids=str)
 def test_between_two_placements(case: Case, route: list[Wrap]) -> None:
     with SimulatedDevice("eager") as device:
-        expected = travelled(case, device, [plain] * len(route))
-    for_each_schedule(
-        lambda device: assert_equal(travelled(case, device, route), expected),
-        schedules=["lazy", "starve:evict", "random"],
-        seeds=[0],
-    )
+        expected = travelled(case, device, [plain] * len(route), steps=2)
+    for_each_schedule(lambda device: assert_equal(travelled(case, device, route, steps=2), expected), **BRIEFLY)
 
 
 # The layout.

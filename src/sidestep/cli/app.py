@@ -54,7 +54,7 @@ def demo(
     text_path: Annotated[
         Path | None, typer.Option("--text", help="Text to train on.", show_default="Python's own documentation")
     ] = None,
-    steps: Annotated[int, typer.Option(min=LEAST_STEPS, help="Optimizer steps of each run.")] = 45,
+    steps: Annotated[int, typer.Option(min=LEAST_STEPS, help="Optimizer steps of each run.")] = 40,
     batch: Annotated[int, typer.Option(min=1, help="Windows of text per step.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Bytes per window.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 6,

@@ -50,7 +50,7 @@ class Recipe:
     @property
     def name(self) -> str:
         """For headings."""
-        return ("offloaded" if self.offloaded else "plain") + (", clip + cosine" if self.scheduled else "")
+        return ("offloaded" if self.offloaded else "plain") + (", clip+cosine" if self.scheduled else "")
 
 
 RECIPES = tuple(Recipe(offloaded, scheduled) for scheduled in (False, True) for offloaded in (False, True))

@@ -14,9 +14,9 @@ def result_table(runs: list[Run], *, is_simulated: bool) -> Table:
     """One column per run, each pair side by side. Fits 80 columns."""
     whose = "simulator's " if is_simulated else ""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for run in runs:
-        table.add_column(run.recipe.name.replace(", ", "\n"), justify="right", min_width=9)
+        table.add_column(run.recipe.name.replace(", ", "\n"), justify="right")
 
     def section(heading: str, rows: dict[str, Callable[[Run], str]]) -> None:
         table.add_row(f"[bold]{heading}[/]")
@@ -40,7 +40,7 @@ def _mib(byte_count: float) -> str:
 _DEVICE_ROWS: dict[str, Callable[[Run], str]] = {
     "parameters": lambda run: _mib(run.most["parameters"]),
     "gradients, peak": lambda run: _mib(run.most["gradients"]),
-    "activations and other, peak": lambda run: _mib(run.most["activations"]),
+    "activations etc., peak": lambda run: _mib(run.most["activations"]),
     "state, at rest": lambda run: _mib(run.moments["between steps"]["state"]),
     "state, peak": lambda run: _mib(run.most["state"]),
     "staging, peak": lambda run: _mib(run.most["staging"]),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -39,7 +41,7 @@ class Home:
         return self.slab.memory[self.offset_bytes + start : self.offset_bytes + end]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Span:
     """One run of bytes that lies together in a slab and in the slot."""
 
@@ -48,7 +50,7 @@ class Span:
     slot_offset: int
     byte_count: int
 
-    @property
+    @functools.cached_property
     def at_rest(self) -> torch.Tensor:
         """The bytes in the slab."""
         return self.slab.memory[self.slab_offset : self.slab_offset + self.byte_count]
@@ -75,6 +77,21 @@ class ChunkLayout:
     tensors: dict[Piece, dict[str, Placed]]
     byte_count: int
 
+    def views_of(self, buffer: torch.Tensor) -> dict[Piece, dict[str, torch.Tensor]]:
+        """The state tensors in a slot's buffer, by piece and name."""
+        return {
+            piece: {
+                name: placed.layout.view_of(
+                    buffer[placed.offset_bytes : placed.offset_bytes + placed.layout.byte_count]
+                )
+                for name, placed in named.items()
+            }
+            for piece, named in self.tensors.items()
+        }
+
+
+_Views: TypeAlias = "weakref.WeakKeyDictionary[ChunkLayout, dict[Piece, dict[str, torch.Tensor]]]"
+
 
 @dataclasses.dataclass(frozen=True)
 class Loose:
@@ -99,24 +116,26 @@ class Slot:
         self.drained: Event | None = None  # guards the next fetch: nobody reads or writes the buffer any more
         self.newborn: list[torch.Tensor] = []  # state made by the update, being copied out of its own memory
         self.newborn_stream: Stream | None = None  # the stream that this memory belongs to
-        self._views: tuple[ChunkLayout, torch.Tensor, dict[Piece, dict[str, torch.Tensor]]] | None = None
+        self._views: _Views = weakref.WeakKeyDictionary()
+        self._viewed: torch.Tensor | None = None
 
     def views(self) -> dict[Piece, dict[str, torch.Tensor]]:
         """The chunk's state tensors, as views of the buffer, by piece and name."""
         assert self.layout is not None
         if self.buffer is None:
             return {}
-        if self._views is None or self._views[0] is not self.layout or self._views[1] is not self.buffer:
-            buffer = self.buffer
-            made = {
-                piece: {
-                    name: placed.layout.view_of(buffer[placed.offset_bytes :][: placed.layout.byte_count])
-                    for name, placed in named.items()
-                }
-                for piece, named in self.layout.tensors.items()
-            }
-            self._views = (self.layout, buffer, made)
-        return self._views[2]
+        if self._viewed is not self.buffer:
+            self._views.clear()
+            self._viewed = self.buffer
+        views = self._views.get(self.layout)
+        if views is None:
+            views = self._views[self.layout] = self.layout.views_of(self.buffer)
+        return views
+
+    def forget_views(self) -> None:
+        """They would keep the buffer."""
+        self._views.clear()
+        self._viewed = None
 
 
 class Ring:
@@ -239,7 +258,7 @@ class Ring:
         if staged:
             assert self._worker is not None
             assert slot.staging is not None
-            self.device.launch(self._worker, partial(_gather, staged, slot.staging))
+            self.device.launch(self._worker, functools.partial(_gather, staged, slot.staging))
             slot.gathered = self.device.record(self._worker)
         self._traffic.fetched_chunks += 1
         self._traffic.to_device_bytes += sum(span.byte_count for span in layout.spans)
@@ -310,7 +329,7 @@ class Ring:
             assert self._worker is not None
             assert slot.staging is not None
             self._wait(self._worker, slot.drained, sites.SCATTER_WAITS_EVICTION)
-            self.device.launch(self._worker, partial(_scatter, staged, slot.staging))
+            self.device.launch(self._worker, functools.partial(_scatter, staged, slot.staging))
         self._traffic.evicted_chunks += bool(spans or loose)
         moved = sum(span.byte_count for span in spans) + sum(item.target.numel() for item in loose)
         self._traffic.to_host_bytes += moved
@@ -327,7 +346,8 @@ class Ring:
             self.device.release(slot.buffer, self._fetch)
             self.device.release(slot.buffer, self._evict)
             self._traffic.add_staging(-slot.buffer.numel())
-            slot.buffer, slot._views = None, None
+            slot.buffer = None
+            slot.forget_views()
 
     def _discard_prefetched(self) -> None:
         while self._filling:

@@ -1,0 +1,160 @@
+"""What Sidestep itself costs: the time of ``step()`` less the time inside copies and the wrapped optimizer's own step.
+
+    python -m benchmarks.bookkeeping            (from the repository's root, with src on PYTHONPATH)
+
+It runs the engine on a device whose verbs do nothing, with parameters that have no data, so that what is left is Python:
+planning checks, lending and taking back state, ring and events. Time is the thread's own processor time. Also: what ``import sidestep`` adds to ``import torch``, and device
+memory for state against model size. Prints a table and writes ``benchmarks/bookkeeping.md`` and ``.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import sidestep
+import sidestep.step
+from sidestep.engine.device import DeviceMemory, register, unregister
+from sidestep.testing import SimulatedDevice
+
+STEPS = 30
+
+
+class Nothing:
+    """A device whose memory has no content, and whose verbs do nothing."""
+
+    address = torch.device("meta")
+
+    def new_stream(self, name: str, *, host: bool = False) -> str:
+        return name
+
+    def current_stream(self) -> str:
+        return "current"
+
+    def record(self, stream: str) -> None:
+        pass
+
+    def wait(self, stream: str, event: None, *, site: str) -> None:
+        pass
+
+    def synchronize(self, event: None, *, site: str) -> None:
+        pass
+
+    def copy(self, stream: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        pass
+
+    def launch(self, stream: str, function: Callable[[], None]) -> None:
+        function()
+
+    def empty(self, byte_count: int) -> torch.Tensor:
+        return torch.empty(byte_count, dtype=torch.uint8, device="meta")
+
+    def release(self, tensor: torch.Tensor, stream: str) -> None:
+        pass
+
+    def pin(self, byte_count: int) -> torch.Tensor:
+        return torch.empty(byte_count, dtype=torch.uint8)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(0, 0)
+
+
+def bookkeeping(shapes: list[tuple[int, ...]], **settings: Any) -> dict[str, Any]:
+    """Median microseconds of Python per step, per chunk and per parameter."""
+    device = Nothing()
+    register(device)
+    plain_step_on = sidestep.step.step_on
+    spent = [0.0]
+
+    def timed_step_on(*arguments: Any) -> None:
+        start = time.thread_time()
+        plain_step_on(*arguments)
+        spent[0] += time.thread_time() - start
+
+    sidestep.step.step_on = timed_step_on  # type: ignore[attr-defined]
+    try:
+        parameters = [torch.nn.Parameter(torch.zeros(shape, device="meta")) for shape in shapes]
+        optimizer = sidestep.offload(torch.optim.AdamW(parameters, foreach=True), **settings)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        left = []
+        for _ in range(STEPS):
+            spent[0] = 0.0
+            start = time.thread_time()
+            optimizer.step()
+            left.append((time.thread_time() - start - spent[0]) * 1e6)
+        chunks = optimizer.report().chunks
+    finally:
+        unregister(device)
+        sidestep.step.step_on = plain_step_on  # type: ignore[attr-defined]
+    microseconds = median(left[5:])
+    return {
+        "parameters": len(shapes),
+        "chunks": chunks,
+        "microseconds_per_step": microseconds,
+        "microseconds_per_chunk": microseconds / chunks,
+        "microseconds_per_parameter": microseconds / len(shapes),
+    }
+
+
+def import_milliseconds() -> float:
+    """What ``import sidestep`` adds to ``import torch``: median of five fresh processes."""
+    code = "import torch, time; t = time.perf_counter(); import sidestep; print(time.perf_counter() - t)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    return median(float(run.stdout) for run in runs) * 1e3
+
+
+def staging_bytes(layers: int) -> dict[str, int]:
+    """Peak device bytes of the ring and of plain's state for a model of so many layers, by the simulator's ledger."""
+    with SimulatedDevice(schedule="eager") as device:
+        weights = [torch.nn.Parameter(torch.zeros(256, 256).to(device.address)) for _ in range(layers)]
+        optimizer = sidestep.offload(torch.optim.AdamW(weights), chunk_bytes="512KiB")
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        peak = optimizer.report().device_bytes["staging"].peak
+    return {"layers": layers, "state_bytes": layers * 256 * 256 * 8, "peak_staging_bytes": peak or 0}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    models = {
+        "10 large parameters (2048 x 2048)": bookkeeping([(2048, 2048)] * 10),
+        "1,000 small parameters (64 x 64)": bookkeeping([(64, 64)] * 1000),
+    }
+    growth = [staging_bytes(layers) for layers in (4, 8, 16, 32, 64)]
+    imported = import_milliseconds()
+    lines = [
+        "# Bookkeeping\n",
+        "`python -m benchmarks.bookkeeping`: Python time of `step()` beside copies and the wrapped step; AdamW, foreach.\n",
+        "| model | chunks | µs per step | µs per chunk | µs per parameter |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {row['chunks']} | {row['microseconds_per_step']:.0f} | {row['microseconds_per_chunk']:.1f} |"
+            f" {row['microseconds_per_parameter']:.2f} |"
+            for name, row in models.items()
+        ),
+        f"\n`import sidestep` after `import torch`: {imported:.0f} ms.\n",
+        "Device memory for state (ring of 3 slots of 512 KiB) against model size:\n",
+        "| layers of 256 x 256 | plain state, KiB | peak staging, KiB |",
+        "|---|---|---|",
+        *(f"| {r['layers']} | {r['state_bytes'] // 1024} | {r['peak_staging_bytes'] // 1024} |" for r in growth),
+    ]
+    folder = Path(__file__).parent
+    (folder / "bookkeeping.md").write_text("\n".join(lines) + "\n")
+    results = {"models": models, "import_milliseconds": imported, "staging": growth}
+    (folder / "bookkeeping.json").write_text(json.dumps(results, indent=1) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
