@@ -351,8 +351,7 @@ def with_min_elements(optimizer: Any, wrap: Wrap, min_elements: int) -> Any:
     return wrap(optimizer, sidestep.Placement(min_elements=min_elements))
 
 
-@pytest.mark.parametrize("min_elements", [1, MIN_ELEMENTS])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("settings", "min_elements"), [*((s, MIN_ELEMENTS) for s in SETTINGS), ({}, 1)], ids=str)
 @pytest.mark.parametrize("kind", odd_parameters())
 def test_odd_parameters(kind: str, settings: dict[str, bool], min_elements: int) -> None:
     if kind == "complex" and settings.get("fused"):

@@ -235,6 +235,7 @@ class Ring:
     def _begin_next(self) -> None:
         chunk, layout = self._upcoming[0]
         slot = self._free[0]
+        slot.fetched = slot.gathered = None  # of an attempt that failed
         if layout.spans:
             self._make_room(slot, layout)
             self._begin(slot, chunk, layout)
