@@ -2,9 +2,10 @@
 
     python -m benchmarks.bookkeeping            (from the repository's root, with src on PYTHONPATH)
 
-It runs the engine on a device whose verbs do nothing, with parameters that have no data, so that what is left is Python:
-planning checks, lending and taking back state, ring and events. Time is the thread's own processor time. Also: what ``import sidestep`` adds to ``import torch``, and device
-memory for state against model size. Prints a table and writes ``benchmarks/bookkeeping.md`` and ``.json``.
+It runs the engine on a device whose verbs do nothing, with parameters that have no data, so that what is left is
+Python: planning checks, lending and taking back state, ring and events. Time is the thread's own processor time. Also:
+what ``import sidestep`` adds to ``import torch``, and device memory for state against model size. Prints a table and
+writes ``benchmarks/bookkeeping.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def main() -> None:
     imported = import_milliseconds()
     lines = [
         "# Bookkeeping\n",
-        "`python -m benchmarks.bookkeeping`: Python time of `step()` beside copies and the wrapped step; AdamW, foreach.\n",
+        "`python -m benchmarks.bookkeeping`: Python time of `step()` beside copies and the wrapped step; AdamW.\n",
         "| model | chunks | µs per step | µs per chunk | µs per parameter |",
         "|---|---|---|---|---|",
         *(

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from benchmarks import parity
-from benchmarks.parity import Place
 
 import sidestep
+from benchmarks import parity
+from benchmarks.parity import Place
 from sidestep.engine.device import device_at
 
 TIMED_STEPS = 5

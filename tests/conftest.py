@@ -1,13 +1,18 @@
-"""What all tests share: one torch thread, and how many seeds a random schedule is tried with."""
+"""What all tests share: one torch thread, how many seeds a random schedule is tried with, and how to run a sample."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+SIMULATED = Path(__file__).parent / "simulated"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=20, help="how many seeds each randomised test runs with (default 20)")
+    parser.addoption("--every", type=int, default=1, help="of the simulated tests run only each N-th (default 1: all)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +25,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in _names(mark.args[0])}
     if "seed" in metafunc.fixturenames and "seed" not in own:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--seeds")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin out the simulated tests, for a look at everything in a minute."""
+    simulated = [item for item in items if SIMULATED in item.path.parents]
+    left_out = set(simulated) - set(simulated[:: config.getoption("--every")])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _names(argument: str | list[str] | tuple[str, ...]) -> list[str]:

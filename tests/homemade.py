@@ -157,6 +157,128 @@ class Rebinding(Optimizer):
                 p.sub_(state["momentum"], alpha=group["lr"])
 
 
+class Nested(Optimizer):
+    """Keeps tensors in a dictionary and in a list, an integer, a string and a tensor of another shape."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """All of it has a part in the update."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["buffers"] = {"fast": torch.zeros_like(p), "slow": torch.zeros_like(p)}
+                    state["history"] = []
+                    state["calls"] = 0
+                    state["rule"] = "mean"
+                    state["rows"] = torch.zeros(max(p.shape[0], 1), device=p.device)
+                    state["momentum"] = torch.zeros_like(p)
+                state["buffers"]["fast"].mul_(0.5).add_(p.grad)
+                state["buffers"]["slow"].mul_(0.9).add_(p.grad)
+                state["history"] = [*state["history"], p.grad.mean()][-3:]
+                state["calls"] += 1
+                state["rows"].add_(p.grad.reshape(p.shape[0], -1).mean(1))
+                state["momentum"].mul_(0.9).add_(state["buffers"]["fast"] - state["buffers"]["slow"])
+                step = state["momentum"] + sum(state["history"]) / state["calls"]
+                p.sub_(step + state["rows"].view(-1, *[1] * (p.ndim - 1)), alpha=group["lr"])
+
+
+class Queue(Optimizer):
+    """Averages the last gradients, kept in a list that lives on from step to step."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Each element of a parameter sees only its own element of each gradient."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                queue = state.setdefault("queue", [])
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                queue.append(p.grad.clone())
+                del queue[:-3]
+                momentum.mul_(0.9).add_(queue[0])
+                p.sub_(momentum, alpha=group["lr"])
+
+
+class GlobalState(Optimizer):
+    """Keeps a counter and a table in its state under keys that are no parameters, as MADGRAD does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """The step size depends on the counter."""
+        if "k" not in self.state:
+            self.state["k"] = torch.zeros(1, dtype=torch.long)
+            self.state["table"] = {"average": 0.0}
+        size = float(self.state["k"] + 1) ** 0.5
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                buffer.mul_(0.9).add_(p.grad)
+                p.sub_(buffer, alpha=group["lr"] * size * (1 + self.state["table"]["average"]))
+        self.state["k"].add_(1)
+        self.state["table"]["average"] = 0.5 * self.state["table"]["average"] + 0.1
+
+
+class OwnForeach(Optimizer):
+    """Takes ``foreach=None`` for a yes on any device, unlike torch's own, and rounds differently then."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, foreach: bool | None = None) -> None:
+        super().__init__(params, {"lr": lr, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Momentum."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            buffers = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
+            if group["foreach"] is not False:
+                torch._foreach_mul_(buffers, 0.9)
+                torch._foreach_add_(buffers, [p.grad for p in parameters])
+                torch._foreach_sub_(parameters, torch._foreach_mul(buffers, group["lr"] / 3))
+                continue
+            for p, buffer in zip(parameters, buffers, strict=True):
+                buffer.mul_(0.9).add_(p.grad)
+                p.sub_(buffer / 3 * group["lr"])
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer, whose groups and state it passes on, as torch's own subclasses never do."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+        self.defaults = base.defaults
+        self._optimizer_step_pre_hooks = base._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = base._optimizer_step_post_hooks
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The other's."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The other's."""
+        return self.base.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """The other's step, then half the way back."""
+        self.base.step()
+        for slow, p in zip(self.slow, [p for group in self.param_groups for p in group["params"]], strict=True):
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
 class Langevin(Optimizer):
     """Adds noise from torch's default generator, in the order of the parameters."""
 

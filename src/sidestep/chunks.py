@@ -52,7 +52,8 @@ class Subject:
         """Whether it may be cut inside: bit-equal in any dtype on a device, in fp32 and fp64 on CPU kernels."""
         parameter = self.parameter
         exact = self.address.type != "cpu" or parameter.dtype in (torch.float32, torch.float64)
-        return self.cutting.cut is Cut.ELEMENT and exact and not self.is_whole and parameter.is_contiguous()
+        is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.is_contiguous()
+        return self.cutting.cut is Cut.ELEMENT and exact and is_plain and not self.is_whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

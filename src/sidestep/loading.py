@@ -64,7 +64,7 @@ def _check_entries(
 def load(state_dict: StateDict, schedule: Schedule) -> None:
     """Take over a state dict that fits. Tensors keep their dtypes; what is offloaded goes straight to its home."""
     optimizer = schedule.optimizer
-    loaded = [(parameter, entries) for parameter, entries, _ in _matched(state_dict, schedule)]
+    loaded = list(_matched(state_dict, schedule))
     scalars = {
         key: {k: v for k, v in entries.items() if not _is_array(v)} if isinstance(entries, dict) else entries
         for key, entries in state_dict["state"].items()
@@ -74,8 +74,8 @@ def load(state_dict: StateDict, schedule: Schedule) -> None:
     _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
     schedule.plan()
     subjects = {subject.parameter: subject for subject in schedule.subjects}
-    for parameter, entries in loaded:
-        own = optimizer.state[parameter]
+    for parameter, entries, cutting in loaded:
+        own = {k: v.cpu() if k in cutting.host_scalars else v for k, v in optimizer.state[parameter].items()}
         arrays = {key: _near(value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
         optimizer.state[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
     schedule.prepare()

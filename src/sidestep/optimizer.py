@@ -110,6 +110,11 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if getattr(optimizer.step, "_is_sidestep_refusal", False):
         raise UnsupportedOptimizerError("this optimizer is wrapped already; use what sidestep.offload returned")
+    if not {"param_groups", "state"} <= vars(optimizer).keys():
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} has no parameter groups or state of its own, it works through another optimizer:"
+            " offload that one first, then build this around it"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS cannot be offloaded: it evaluates the model several times inside one step, and its state is one"
@@ -117,6 +122,11 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise UnsupportedOptimizerError("this optimizer has no parameters, so there is nothing to offload")
+    for index, group in enumerate(optimizer.param_groups):
+        if len(set(group["params"])) < len(group["params"]):
+            raise UnsupportedOptimizerError(
+                f"group {index} has a parameter twice, so that a step would update it twice"
+            )
 
 
 class OffloadOptimizer(Optimizer):
@@ -130,16 +140,16 @@ class OffloadOptimizer(Optimizer):
         # Optimizer.__init__ is not called: groups, defaults and hooks are the wrapped optimizer's own.
         self._original = optimizer
         self._settings = settings
-        self._own_policies: list[Any] = []
-        self._collect_own_policies()
+        self._own_policies: list[Any] = [group.pop(_OWN, None) for group in optimizer.param_groups]
         self._set_up()
 
     def _set_up(self) -> None:
         self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
         self._patch_step_function()
         self._schedule = Schedule(self._original, self._settings, self._own_policies)
-        self._original_step = vars(self._original).get("step")
-        self._original.step = _refusal(self._original)  # type: ignore[method-assign]
+        self._known_groups = list(self.param_groups)
+        self._own_methods = {name: vars(self._original)[name] for name in _REFUSED if name in vars(self._original)}
+        vars(self._original).update({name: _refusal(self._original, name) for name in _REFUSED})
         weakref.finalize(self, abandon, self._schedule.rings).atexit = False
 
     # What is shared with the wrapped optimizer.
@@ -260,9 +270,9 @@ class OffloadOptimizer(Optimizer):
         for group, own in zip(self.param_groups, self._own_policies, strict=True):
             if own is not None:
                 group[_OWN] = own
-        del self._original.step
-        if self._original_step is not None:
-            self._original.step = self._original_step  # type: ignore[method-assign]
+        for name in _REFUSED:
+            del vars(self._original)[name]
+        vars(self._original).update(self._own_methods)
         self._is_restored = True
         return self._original
 
@@ -280,13 +290,16 @@ class OffloadOptimizer(Optimizer):
         own = param_group.get(_OWN)
         plain = {key: value for key, value in param_group.items() if key != _OWN}
         type(self._original).add_param_group(self._original, plain)
-        self._own_policies.append(own)
+        self._collect_own_policies()
+        self._own_policies[-1] = own
 
     def _collect_own_policies(self) -> None:
         """Take the groups' ``"offload"`` keys into our own table: they belong to the run, not to the checkpoint."""
         groups = self.param_groups
-        del self._own_policies[len(groups) :]
-        self._own_policies.extend([None] * (len(groups) - len(self._own_policies)))
+        if [*map(id, groups)] != [*map(id, self._known_groups)]:
+            known = {id(group): own for group, own in zip(self._known_groups, self._own_policies, strict=True)}
+            self._own_policies[:] = [known.get(id(group)) for group in groups]
+            self._known_groups = list(groups)
         for index, group in enumerate(groups):
             if _OWN in group:
                 self._own_policies[index] = group.pop(_OWN)
@@ -296,6 +309,7 @@ class OffloadOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's layout. Offloaded tensors are on the CPU, exact now, and live: copy to keep one."""
         self._require_live()
+        self._schedule.check_usable()
         self._collect_own_policies()
         self._schedule.expect_edits()
         kind = type(self._original)
@@ -318,6 +332,7 @@ class OffloadOptimizer(Optimizer):
                 state_dict = hook_result
         loading.check_fits(state_dict, self._schedule)
         loading.load(state_dict, self._schedule)
+        self._known_groups = list(self.param_groups)  # torch has made new ones, in the same order
         self._schedule.broken_by = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -335,16 +350,20 @@ class OffloadOptimizer(Optimizer):
         self._set_up()
 
 
-def _refusal(optimizer: Optimizer) -> types.MethodType:
-    """A ``step`` for the wrapped optimizer that raises, and looks right to schedulers made before."""
+_REFUSED = ("step", "state_dict", "load_state_dict", "add_param_group")
+"""Methods of the wrapped optimizer that must be called on the wrapper."""
 
-    def step(self: Optimizer, *_: Any, **__: Any) -> None:
+
+def _refusal(optimizer: Optimizer, name: str) -> types.MethodType:
+    """A method for the wrapped optimizer that raises, and looks right to schedulers made before."""
+
+    def refuse(self: Optimizer, *_: Any, **__: Any) -> None:
         raise SidestepError(
-            f"this {type(self).__name__} is wrapped by sidestep.offload: call step() on the optimizer that offload"
+            f"this {type(self).__name__} is wrapped by sidestep.offload: call {name}() on the optimizer that offload"
             " returned, or restore() on that to have this one back"
         )
 
-    step._is_sidestep_refusal = True  # type: ignore[attr-defined]
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return types.MethodType(step, optimizer)
+    refuse._is_sidestep_refusal = True  # type: ignore[attr-defined]
+    if hasattr(getattr(optimizer, name), "_wrapped_by_lr_sched"):
+        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return types.MethodType(refuse, optimizer)

@@ -6,12 +6,13 @@ same runs show what state the optimizer keeps, from which chunks are planned bef
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
 import itertools
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 _SHAPES: dict[int, tuple[int, ...]] = {
     0: (),
     1: (2560,),
-    2: (130, 36),
+    2: (132, 130),
     3: (12, 16, 15),
     4: (8, 6, 8, 8),
     5: (4, 4, 4, 8, 6),
@@ -56,11 +57,16 @@ class StateKind:
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How one group may be cut, and the state that each of its parameters will have, by number of dimensions."""
+    """How one group may be cut, and what state its parameters will have.
+
+    ``kinds``: state tensors by the parameter's number of dimensions. ``host_scalars``: the 0-dim state that the
+    optimizer keeps on the host wherever its parameters are.
+    """
 
     cut: Cut
     kinds: dict[int, tuple[StateKind, ...]]
     reason: str
+    host_scalars: frozenset[str] = frozenset()
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
         """The state tensors that the optimizer keeps for a parameter with so many dimensions."""
@@ -97,16 +103,18 @@ def _undisturbed(function: Callable[[], Result]) -> Result:
 
 
 def _probe_groups(optimizer: torch.optim.Optimizer) -> list[Cutting]:
-    signatures = [_signature(group) for group in optimizer.param_groups]
+    signatures = [signature(group) for group in optimizer.param_groups]
     kept: list[int] = []  # two groups of each sort are enough to show coupling between groups
-    for index, signature in enumerate(signatures):
-        if sum(signatures[other] == signature for other in kept) < 2:
+    for index, sort in enumerate(signatures):
+        if sum(signatures[other] == sort for other in kept) < 2:
             kept.append(index)
     found: dict[tuple[Any, ...], Cutting] = {}
     for index in kept:
-        cutting = _probe_group(optimizer, kept, index)
+        cutting = dataclasses.replace(
+            _probe_group(optimizer, kept, index), host_scalars=_host_scalars(optimizer, index)
+        )
         found[signatures[index]] = max(found.get(signatures[index], cutting), cutting, key=lambda c: c.cut)
-    cuttings = [found[signature] for signature in signatures]
+    cuttings = [found[sort] for sort in signatures]
     coupled = [cutting for cutting in cuttings if cutting.cut is Cut.OPTIMIZER]
     if coupled:
         return [dataclasses.replace(c, cut=Cut.OPTIMIZER, reason=coupled[0].reason) for c in cuttings]
@@ -129,12 +137,25 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
             return Cutting(
                 Cut.OPTIMIZER, kinds, "the update draws random numbers, in an order that cutting would change"
             )
+        if whole.keeps_values_of_its_own():
+            return Cutting(Cut.OPTIMIZER, kinds, "the update keeps values in the optimizer itself, or in its state")
         for cut in (Cut.PARAMETER, Cut.GROUP) if sparse else (Cut.ELEMENT, Cut.PARAMETER, Cut.GROUP):
             twin = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
             if _is_same_when_cut(twin, whole, target, cut):
                 return Cutting(cut, kinds, _REASONS[cut])
         return Cutting(Cut.OPTIMIZER, kinds, _REASONS[Cut.OPTIMIZER])
     return Cutting(Cut.OPTIMIZER, {}, f"its step failed on synthetic parameters ({failure!r}), so it is not cut")
+
+
+def _host_scalars(optimizer: torch.optim.Optimizer, index: int) -> frozenset[str]:
+    """The names of 0-dim state that stays on the host although the parameters are elsewhere."""
+    twin = _Twin(optimizer, [index], initial_state=False, sparse=False, device="meta")
+    twin.set_gradients(0)
+    with contextlib.suppress(Exception):  # it may well read a value, which is not there; its state is made before that
+        step_on(twin.optimizer, twin.optimizer.param_groups, twin.optimizer.state)
+    entries = [item for state in twin.optimizer.state.values() if isinstance(state, dict) for item in state.items()]
+    scalars = [(name, v) for name, v in entries if isinstance(v, torch.Tensor) and v.ndim == 0]
+    return frozenset(name for name, value in scalars if value.device.type == "cpu")
 
 
 _REASONS = {
@@ -148,22 +169,37 @@ _REASONS = {
 class _Twin:
     """An optimizer of the same class and settings on synthetic parameters, two for each number of dimensions."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kept: list[int], *, initial_state: bool, sparse: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kept: list[int],
+        *,
+        initial_state: bool,
+        sparse: bool,
+        device: str = "cpu",
+    ) -> None:
         self.sparse = sparse
         self.draws_random_numbers = False
         generator = torch.Generator().manual_seed(0)
         groups = [optimizer.param_groups[index] for index in kept]
         self.parameters = [
             [
-                torch.nn.Parameter(torch.randn(_SHAPES[ndim], generator=generator, device="cpu", dtype=torch.float32))
+                torch.nn.Parameter(
+                    torch.randn(_SHAPES[ndim], generator=generator, device="cpu", dtype=torch.float32).to(device)
+                )
                 for ndim in _ndims(group)
                 for _ in range(2)
             ]
             for group in groups
         ]
         self.optimizer = _copy_without_parameters(optimizer, groups, self.parameters)
+        if device == "cpu":
+            for group in self.optimizer.param_groups:
+                if group.get("capturable"):
+                    group["capturable"] = False  # allowed on accelerators only; it does not change what may be cut
         if initial_state:
             self._imitate_state(optimizer, groups)
+        self._attributes_before = repr(self._attributes())
 
     def _imitate_state(self, optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
         for group, parameters in zip(groups, self.parameters, strict=True):
@@ -174,18 +210,31 @@ class _Twin:
                     state = vars(optimizer)["state"][sample]
                     self.optimizer.state[parameter] = {k: _imitate(v, sample, parameter) for k, v in state.items()}
 
+    def _attributes(self) -> dict[str, Any]:
+        """What the optimizer itself remembers, as far as it is plain data."""
+        plain = (bool, int, float, str, list, tuple, dict, type(None))
+        return {k: v for k, v in vars(self.optimizer).items() if isinstance(v, plain) and k not in _NOT_ITS_OWN}
+
+    def keeps_values_of_its_own(self) -> bool:
+        """Whether the steps have changed anything but parameters, their state and group values."""
+        has_named_state = any(not isinstance(key, torch.Tensor) for key in self.optimizer.state)
+        return has_named_state or repr(self._attributes()) != self._attributes_before
+
     def set_gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(1 + step)
         for parameters in self.parameters:
             for parameter in parameters:
                 gradient = torch.randn(parameter.shape, generator=generator, device="cpu") * _GRADIENT_SCALES[step]
-                parameter.grad = gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient
+                parameter.grad = (
+                    gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient.to(parameter.device)
+                )
 
 
 def _run_whole(twin: _Twin) -> None:
     for step in range(len(_GRADIENT_SCALES)):
         twin.set_gradients(step)
-        state = torch.manual_seed(step).get_state()
+        torch.default_generator.manual_seed(step)  # torch.manual_seed would reseed accelerators too
+        state = torch.get_rng_state()
         step_on(twin.optimizer, twin.optimizer.param_groups, twin.optimizer.state)
         twin.draws_random_numbers |= not torch.equal(state, torch.get_rng_state())
 
@@ -197,12 +246,12 @@ def _is_same_when_cut(twin: _Twin, whole: _Twin, target: int, cut: Cut) -> bool:
     try:
         for step in range(len(_GRADIENT_SCALES)):
             twin.set_gradients(step)
-            torch.manual_seed(step)
+            torch.default_generator.manual_seed(step)
             chunks_of_group = [len(parts)] * len(twin.optimizer.param_groups)
-            values = GroupValues(twin.optimizer.param_groups, chunks_of_group)
+            values = GroupValues(twin.optimizer, chunks_of_group)
             for part, state in zip(parts, states, strict=True):
                 _set_part_gradients(part)
-                lent = values.lend(target, [piece.view for piece in part])
+                lent = values.lend(target, [piece.view for piece in part], [str(i) for i, _ in enumerate(part)])
                 before = dict(lent)
                 step_on(twin.optimizer, [lent], state)
                 values.take_back(target, lent, before)
@@ -277,11 +326,19 @@ def _is_same_end(twin: _Twin, whole: _Twin, target: int, parts: list[list[_Part]
             if not all(_is_same_part(found[name], expected[name], piece) for name in expected):
                 return False
     mine_group, their_group = (t.optimizer.param_groups[target] for t in (twin, whole))
-    return all(_same_bits(mine_group.get(key), value) for key, value in their_group.items() if key != "params")
+    return all(
+        _same_bits(mine_group.get(key), value)
+        for key, value in their_group.items()
+        if key not in ("params", "param_names")
+    )
 
 
 def _is_same_part(value: Any, expected: Any, piece: _Part) -> bool:
-    if piece.view is piece.parameter or not isinstance(expected, torch.Tensor) or expected.ndim == 0:
+    if piece.view is piece.parameter or isinstance(expected, (bool, int, float, str, type(None))):
+        return _same_bits(value, expected)
+    if not isinstance(expected, torch.Tensor):
+        return False  # what is inside of it could not be cut
+    if expected.ndim == 0:
         return _same_bits(value, expected)
     if expected.shape != piece.parameter.shape or value.shape != piece.view.shape:
         return False
@@ -289,8 +346,14 @@ def _is_same_part(value: Any, expected: Any, piece: _Part) -> bool:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(_same_bits, a, b))
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
     if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         return False
     if a.layout is not torch.strided:
@@ -314,10 +377,13 @@ def _ndims(group: Group) -> list[int]:
     return sorted(found - {0}) or sorted(found)
 
 
-def _signature(group: Group) -> tuple[Any, ...]:
+_FLAGS_OF_TORCH = ("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
+_NOT_ITS_OWN = ("state", "param_groups", "defaults", *_FLAGS_OF_TORCH)
+
+
+def signature(group: Group) -> tuple[Any, ...]:
     """What matters to the shape of the computation: settings, not how large they are."""
-    unimportant = ("params", "lr", "initial_lr", "param_names", "name")
-    settings = ((k, _setting_signature(v)) for k, v in sorted(group.items()) if k not in unimportant)
+    settings = ((k, _setting_signature(v)) for k, v in sorted(group.items()) if k not in UNIMPORTANT)
     return (tuple(_ndims(group)), isinstance(group.get("lr"), torch.Tensor), *settings)
 
 
@@ -326,7 +392,13 @@ def _setting_signature(value: Any) -> str:
         return "0" if value == 0 else "inf" if math.isinf(value) else "float"
     if isinstance(value, torch.Tensor):
         return f"tensor {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_setting_signature, value))
     return repr(value)
+
+
+UNIMPORTANT = ("params", "lr", "initial_lr", "param_names", "name")
+"""Group entries that do not bear on how the group may be cut."""
 
 
 def _copy_without_parameters(
@@ -350,9 +422,6 @@ def _copy_without_parameters(
             for group, synthetic in zip(groups, parameters, strict=True)
         ],
     )
-    for group in twin.param_groups:
-        if group.get("capturable"):
-            group["capturable"] = False  # allowed on accelerators only; it does not change what may be cut
     return twin
 
 

@@ -114,6 +114,7 @@ def _device_bytes(schedule: Schedule) -> dict[str, Amount]:
     state = [
         value
         for entries in schedule.optimizer.state.values()
+        if isinstance(entries, dict)
         for value in entries.values()
         if isinstance(value, torch.Tensor) and device_at(value.device) is not None
     ]

@@ -84,9 +84,14 @@ class StateAtRest:
             for name, value in state.get(subject.parameter, {}).items()
             if self._is_stranger(subject, name, value)
         ]
+        occupied = {h.tensor.untyped_storage()._cdata for named in self.homes.values() for h in named.values()}
+        strangers = [  # somebody may have exchanged state between parameters: copy before a home is overwritten
+            (subject, name, value.clone() if value.untyped_storage()._cdata in occupied else value)
+            for subject, name, value in strangers
+        ]
         wanted = []
         for subject, name, value in strangers:
-            home, layout = self.get(subject.parameter, name), TensorLayout.of(value)
+            home, layout = self.get(subject.parameter, name), home_layout(value, subject)
             if home is None or home.layout != layout:
                 wanted.append(Wanted(subject.parameter, name, layout))
         if wanted:
@@ -98,6 +103,13 @@ class StateAtRest:
             state[subject.parameter][name] = home.tensor
         if strangers:
             self.forget_layouts()
+
+    def evacuate(self, subject: Subject, state: Entries) -> None:
+        """Give up homes in which the parameter could not be cut as it may be now; ``adopt`` finds new ones."""
+        for name, home in list(self.homes.get(subject.parameter, {}).items()):
+            if home.layout != home_layout(home.tensor, subject):
+                state[name] = home.tensor.clone()
+                self.drop(subject.parameter, name)
 
     def _is_stranger(self, subject: Subject, name: str, value: Any) -> bool:
         home = self.get(subject.parameter, name)
@@ -134,17 +146,39 @@ def _extend(spans: list[Span], new: Span) -> None:
     spans.append(new)
 
 
+Entries = dict[str, Any]
+
+
+def home_layout(value: torch.Tensor, subject: Subject) -> TensorLayout:
+    """How a state tensor lies at rest: in its own order, or element by element where its parameter may be cut."""
+    if subject.is_sliceable:
+        return TensorLayout.contiguous(value.dtype, value.shape)
+    return TensorLayout.of(value)
+
+
 def may_rest(value: Any, subject: Subject) -> bool:
-    """Whether a state entry of this parameter can leave the device: a dense tensor that is not small."""
+    """Whether a state entry of this parameter can leave the device: a dense tensor that is not small.
+
+    Where the parameter may be cut it must have the parameter's shape, so that it can be cut alike.
+    """
     return (
         isinstance(value, torch.Tensor)
         and value.ndim > 0
         and subject.offloads
         and value.numel() >= subject.placement.min_elements
+        and (value.shape == subject.parameter.shape or not subject.is_sliceable)
         and type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
         and is_dense(value)
     )
+
+
+def bring_near(subject: Subject, entries: Entries) -> None:
+    """Move state that is too small to be offloaded to its parameter, wherever that has moved to. Scalars stay."""
+    for name, value in entries.items():
+        is_array = isinstance(value, torch.Tensor) and value.ndim > 0
+        if is_array and value.device != subject.address and not may_rest(value, subject):
+            entries[name] = value.to(subject.address)
 
 
 def to_device(home: Home, address: torch.device) -> torch.Tensor:

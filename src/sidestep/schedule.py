@@ -17,7 +17,7 @@ from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, UnsupportedOptimizerError
 from sidestep.placement import Policy, resolve
-from sidestep.rest import StateAtRest, may_rest, to_device
+from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
 from sidestep.step import Step
 from sidestep.wrapped import Group, State, parameters_of
 
@@ -55,7 +55,11 @@ class Schedule:
         self._planned: list[Any] | None = None
         self._must_stay_whole: set[torch.nn.Parameter] = set()
         self._is_edited = True
-        self.cuttings = probe.probe(optimizer)
+        self._signatures: list[tuple[Any, ...]] = []
+        self._settings_seen: list[list[Any]] = []
+        self._lengths_seen: list[int] = []
+        self.cuttings: list[probe.Cutting] = []
+        self.cuttings_now()
 
     # Steps.
 
@@ -78,11 +82,10 @@ class Schedule:
         self.steps += 1
 
     def _recover(self, step: Step, error: BaseException) -> None:
-        if step.updated_chunks > 0:
+        if (step.has_changed and not step.is_complete) or isinstance(error, BrokenStepError):
             self.broken_by = error
-        self.land()
-        self.at_rest.finish()
         self.at_rest.forget_layouts()
+        self.land()
 
     def check_usable(self) -> None:
         """Raise ``BrokenStepError`` if an earlier step failed half way."""
@@ -119,10 +122,21 @@ class Schedule:
             self._planned = structure
 
     def cuttings_now(self) -> list[probe.Cutting]:
-        """How each group may be cut; probed again if there are other groups now."""
-        if len(self.cuttings) != len(self.optimizer.param_groups):
+        """How each group may be cut; probed again if there are other groups or settings now."""
+        signatures = self._signatures_now()
+        if signatures != self._signatures:
             self.cuttings = probe.probe(self.optimizer)
+            self._signatures = signatures
         return self.cuttings
+
+    def _signatures_now(self) -> list[tuple[Any, ...]]:
+        groups = self.optimizer.param_groups
+        seen = [[v for k, v in group.items() if k not in probe.UNIMPORTANT] for group in groups]
+        lengths = [len(group["params"]) for group in groups]
+        if [lengths, *map(_ids, seen)] == [self._lengths_seen, *map(_ids, self._settings_seen)]:
+            return self._signatures
+        self._lengths_seen, self._settings_seen = lengths, seen
+        return [probe.signature(group) for group in groups]
 
     def _structure(self) -> list[Any]:
         """What the plan depends on, cheap to compare. Parameters are held by the plan, so an id stays theirs."""
@@ -137,21 +151,23 @@ class Schedule:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
                     gradient_bytes += 0 if is_odd else gradient.nbytes
                 is_whole = is_odd or parameter in self._must_stay_whole
-                structure.append((id(parameter), parameter.dtype, parameter.shape, parameter.device, is_whole))
+                is_contiguous = parameter.is_contiguous()
+                structure.append(
+                    (id(parameter), parameter.dtype, parameter.shape, parameter.device, is_contiguous, is_whole)
+                )
                 if is_odd:
                     self._must_stay_whole.add(parameter)
         self.peak_gradient_bytes = max(self.peak_gradient_bytes, gradient_bytes)
-        return [*structure, *map(id, self.own_policies)]
+        return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now())]
 
     def _replan(self) -> None:
         self.land()
-        if self._planned is not None:
-            self.cuttings = probe.probe(self.optimizer)
         self._check_sparse_gradients()
         self.subjects = list(self._make_subjects())
         chunk_bytes = self.settings.chunk_bytes
         self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
+        self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
         self._make_rings()
         self._forget_strangers()
         self.at_rest.forget_layouts()
@@ -221,6 +237,8 @@ class Schedule:
                     self.at_rest.drop(parameter, name)
                 elif subject is None or current is None:
                     self.at_rest.drop(parameter, name)
+            if subject is not None and parameter in self.optimizer.state:
+                self.at_rest.evacuate(subject, self.optimizer.state[parameter])
             if not self.at_rest.homes[parameter]:
                 del self.at_rest.homes[parameter]
 
@@ -237,6 +255,8 @@ class Schedule:
         for parameter, named in self.at_rest.homes.items():
             for name in [name for name in named if name not in state.get(parameter, {})]:
                 self.at_rest.drop(parameter, name)
+        for subject in self.subjects:
+            bring_near(subject, state.get(subject.parameter, {}))
         for chunk in self.chunks:
             if chunk.address is not None:
                 subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)
@@ -244,8 +264,12 @@ class Schedule:
 
     def land(self) -> None:
         """Block the host until all state is at rest."""
-        for ring in self.rings.values():
-            ring.land()
+        try:
+            for ring in self.rings.values():
+                ring.land()
+        except BrokenStepError as error:
+            self.broken_by = error
+            raise
 
     def least_ring_bytes(self) -> int:
         """Device bytes of the smallest ring that can work: one slot for the smallest chunk there can be."""
@@ -255,6 +279,7 @@ class Schedule:
 
     def bring_back(self) -> None:
         """All state back to its parameter's device. If it fails, each tensor is in one place or the other."""
+        self.prepare()
         self.land()
         for parameter in parameters_of(self.optimizer.param_groups):
             for name, home in list(self.at_rest.homes.get(parameter, {}).items()):
@@ -267,6 +292,10 @@ class Schedule:
         """Give back the rings' memory."""
         while self.rings:
             self.rings.popitem()[1].close()
+
+
+def _ids(values: list[Any]) -> list[int]:
+    return [id(value) for value in values]
 
 
 def names_of(groups: Sequence[Group], of_the_model: dict[torch.nn.Parameter, str]) -> dict[torch.nn.Parameter, str]:

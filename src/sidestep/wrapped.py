@@ -15,12 +15,17 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 def step_on(optimizer: torch.optim.Optimizer, groups: list[Group], state: State) -> None:
     """Run the optimizer's own update as if ``groups`` and ``state`` were all it had. Fires no hooks."""
-    whole = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = groups, state  # type: ignore[assignment]
+    attributes = vars(optimizer)
+    whole = {name: attributes[name] for name in ("param_groups", "state", *_STEP_HOOKS) if name in attributes}
+    attributes.update(dict.fromkeys(_STEP_HOOKS, _NO_HOOKS), param_groups=groups, state=state)
     try:
         _update_of(type(optimizer))(optimizer)
     finally:
-        optimizer.param_groups, optimizer.state = whole
+        attributes.update(whole)
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NO_HOOKS: dict[int, Any] = {}  # a class that calls its parent's step would fire them there
 
 
 def _update_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -36,18 +41,21 @@ class GroupValues:
     step however many chunks the group has; what the first chunk changed is written back by ``write_back``.
     """
 
-    def __init__(self, groups: Sequence[Group], chunks_of_group: Sequence[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, chunks_of_group: Sequence[int]) -> None:
         """``chunks_of_group[i]``: into how many chunks group i is cut; one alone may have the group's own tensors."""
-        self._groups = groups
+        self._groups: list[Group] = optimizer.param_groups
         self._chunks_of_group = chunks_of_group
         self._changes: dict[int, list[_Change]] = {}
-        self._foreach = [_is_foreach_off(group) for group in groups]
+        chooses_as_torch = _is_of_torch(type(optimizer))
+        self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
 
-    def lend(self, index: int, parameters: list[torch.nn.Parameter]) -> Group:
-        """A copy of group ``index`` that has these parameters only."""
+    def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> Group:
+        """A copy of group ``index`` that has these parameters, with these names, only."""
         group = self._groups[index]
         lent = {key: self._lend_value(index, value) for key, value in group.items()}
         lent["params"] = parameters
+        if "param_names" in lent:
+            lent["param_names"] = names
         if self._foreach[index]:
             lent["foreach"] = False
         return lent
@@ -64,7 +72,7 @@ class GroupValues:
         self._changes[index] = [
             _Change(key, value, in_place=value is lent_before.get(key))
             for key, value in lent.items()
-            if key != "params" and (key not in lent_before or _is_changed(value, lent_before[key]))
+            if key not in ("params", "param_names") and (key not in lent_before or _is_changed(value, lent_before[key]))
         ]
 
     def write_back(self) -> None:
@@ -90,6 +98,11 @@ class _Change:
 def _is_changed(value: Any, before: Any) -> bool:
     # A fresh clone has version 0, so a later version means that the step wrote into it.
     return value is not before or (isinstance(value, torch.Tensor) and value._version > 0)
+
+
+def _is_of_torch(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether the update is, or is built on, one of ``torch.optim``; others may choose their path by other rules."""
+    return any(base.__module__.startswith("torch.optim.") for base in kind.__mro__ if base is not torch.optim.Optimizer)
 
 
 def _is_foreach_off(group: Group) -> bool:

@@ -22,6 +22,7 @@ LAYERS = [
     {"chunks"},
     {"engine"},
     {"rest"},
+    {"lending"},
     {"step", "gradients"},
     {"schedule"},
     {"loading", "report"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import sidestep
+from sidestep.cli import devices
 from sidestep.cli.app import app
+from sidestep.testing import SimulatedDevice
 
 TINY = ["--device", "simulated", "--steps", "4", "--layers", "1", "--width", "64", "--context", "16", "--batch", "2"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -93,6 +96,32 @@ def test_the_chart_is_a_png_and_its_path_is_printed(demo: Demo) -> None:
     assert content.startswith(PNG_SIGNATURE)
     assert len(content) > 10_000
     assert str(demo.chart) in demo.result.output  # unbroken, so that it can be copied
+
+
+def test_where_there_is_an_accelerator_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated device stands in for it, so that the way there is run on any machine."""
+    with SimulatedDevice(schedule="random") as device:
+        deterministic = []
+
+        def reset_peak(address: torch.device) -> None:
+            assert address == device.address
+            deterministic.append(torch.are_deterministic_algorithms_enabled())
+            device.ledger.reset_peak()
+
+        backend = types.SimpleNamespace(
+            get_device_name=lambda _: "stand-in", empty_cache=lambda: None, reset_peak_memory_stats=reset_peak
+        )
+        monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
+        monkeypatch.setattr(devices, "_accelerator_address", lambda: device.address)
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        demo = run_demo(tmp_path, "--device", "auto")
+
+    assert demo.result.exit_code == 0, demo.result.output
+    assert "stand-in" in demo.prose
+    assert "simulator's" not in demo.result.output
+    assert demo.cells("identical to plain") == ["yes", "yes"]
+    assert deterministic == [True] * 4
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_thread_count_is_left_as_it_was(tmp_path: Path) -> None:

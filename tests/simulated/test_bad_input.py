@@ -94,7 +94,7 @@ def test_placements_not_built_yet_are_refused_at_construction() -> None:
     with pytest.raises(NotYetError, match='step="host"'):
         sidestep.offload(adamw(), sidestep.Placement(step="host"))
     optimizer = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(3))], "offload": "yes"}])
-    with pytest.raises(PlacementError, match='"offload" key of the group of group0.0'):
+    with pytest.raises(PlacementError, match=r'"offload" key of the group of group0\.0'):
         sidestep.offload(optimizer)
     assert optimizer.param_groups[0]["offload"] == "yes"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -144,8 +145,9 @@ def shape_of(entries: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("case", "steps"), [*((case, 2) for case in CASES), *((case, 0) for case in CASES[::8])], ids=str
+)
 def test_the_layout_is_the_plain_optimizers(case: Case, steps: int) -> None:
     with SimulatedDevice("random") as device:
         found = []
@@ -478,17 +480,17 @@ def register_all(optimizer: Optimizer, calls: Calls) -> list[Any]:
     return [getattr(optimizer, f"register_{name}_hook")(calls.hook(name)) for name in HOOKS]
 
 
-@pytest.mark.parametrize("registered", ["before offload", "after offload"])
+@pytest.mark.parametrize("registered", ["before offload", "after offload", "on the original"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, homemade.Lamb])
 def test_hooks_fire_once(registered: str, kind: type[Optimizer]) -> None:
     with SimulatedDevice() as device:
         model, calls = net_on(device), Calls()
-        optimizer = kind(model.parameters(), lr=1e-2)
+        original = kind(model.parameters(), lr=1e-2)
         if registered == "before offload":
-            register_all(optimizer, calls)
-        optimizer = offloaded(optimizer)
-        if registered == "after offload":
-            handles = register_all(optimizer, calls)
+            register_all(original, calls)
+        optimizer = offloaded(original)
+        if registered != "before offload":
+            handles = register_all(optimizer if registered == "after offload" else original, calls)
         train(model, optimizer, range(3))
         assert calls.count == {"step_pre": 3, "step_post": 3}
         checkpoint = optimizer.state_dict()
@@ -496,7 +498,7 @@ def test_hooks_fire_once(registered: str, kind: type[Optimizer]) -> None:
         optimizer.load_state_dict(checkpoint)
         assert calls.count == {name: 3 if "step" in name else 1 for name in HOOKS}
         assert calls.optimizers == {id(optimizer)}
-        if registered == "after offload":
+        if registered != "before offload":
             for handle in handles:
                 handle.remove()
             train(model, optimizer, [3])
@@ -631,6 +633,27 @@ def test_parameter_names_in_groups_travel() -> None:
         return outcome(model, optimizer)
 
     assert_same_as_plain(run)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("named", [True, False])
+def test_torch_distributed_checkpoint_gets_and_sets_state(before: int, named: bool) -> None:
+    """It makes a step with gradients and learning rates of zero where there is no state yet."""
+
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device, dropout=0.0)
+        optimizer = wrap(torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=1e-2))
+        train(model, optimizer, range(before))
+        model.zero_grad()
+        found = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
+        train(model, optimizer, range(2))
+        dcp.set_optimizer_state_dict(model, optimizer, copy.deepcopy(found))
+        if wrap is not plain:
+            assert_placed(optimizer)
+        train(model, optimizer, range(2, 4))
+        return [copied(found), outcome(model, optimizer)]
+
+    assert_same_as_plain(run, **BRIEFLY)
 
 
 # Copies.

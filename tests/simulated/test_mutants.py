@@ -72,6 +72,11 @@ def pageable(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return straight(device, offloaded, pinned_memory=3 * CHUNK_BYTES + 4096)
 
 
+def partly_staged(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """Page-locked memory for the staging of some slots only: a chunk goes now through staging, now past it."""
+    return straight(device, offloaded, pinned_memory=2 * CHUNK_BYTES)
+
+
 def whole(device: SimulatedDevice, offloaded: bool) -> Numbers:
     """An optimizer that is not cut: its memory for state comes and goes with each step."""
     parameters = parameters_on(device)
@@ -111,7 +116,7 @@ def looked_at(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return numbers(parameters, optimizer) + seen
 
 
-LOOPS: list[Loop] = [straight, pageable, whole, looked_at]
+LOOPS: list[Loop] = [straight, pageable, partly_staged, whole, looked_at]
 
 
 @pytest.fixture(scope="module")

@@ -656,6 +656,18 @@ def test_settings_that_change_between_steps() -> None:
     assert_same_as_plain(run)
 
 
+def test_two_optimizers_take_turns() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        models = [net_on(device), net_on(device, seed=3)]
+        optimizers = [wrap(adamw(models[0])), wrap(torch.optim.SGD(models[1].parameters(), lr=1e-2, momentum=0.9))]
+        for step in range(5):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, [step])
+        return [outcome(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+
+    assert_same_as_plain(run)
+
+
 # Readers of parameters.
 
 

@@ -547,6 +547,11 @@ WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "counter": lambda model: homemade.GroupCounter(each_group(model)),
     "schedule-free": lambda model: homemade.ScheduleFree(each_group(model)),
     "rebinding": lambda model: homemade.Rebinding(model.parameters()),
+    "nested state": lambda model: homemade.Nested(model.parameters()),
+    "queue": lambda model: homemade.Queue(model.parameters()),
+    "global state": lambda model: homemade.GlobalState(model.parameters()),
+    "global state in groups": lambda model: homemade.GlobalState(each_group(model)),
+    "its own foreach": lambda model: homemade.OwnForeach(model.parameters()),
     "noise": lambda model: homemade.Langevin(model.parameters()),
     "noise in groups": lambda model: homemade.Langevin(each_group(model)),
 }
@@ -582,6 +587,22 @@ def test_15_methods_that_swap_state_and_parameters_are_equal_or_refused() -> Non
             run(device, offloaded)
         except sidestep.SidestepError as refusal:
             assert "eval" in str(refusal)  # noqa: PT017 - either is right
+            return
+    assert_same_as_plain(run)
+
+
+def test_15_an_optimizer_around_another_is_equal_or_refused() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(homemade.Lookahead(adamw(model)))
+        train(model, optimizer, range(4))
+        return copied(dict(model.named_parameters()))
+
+    with SimulatedDevice("random") as device:
+        try:
+            run(device, offloaded)
+        except sidestep.SidestepError as refusal:
+            assert "Lookahead" in str(refusal)  # noqa: PT017 - either is right
             return
     assert_same_as_plain(run)
 

@@ -33,7 +33,7 @@ class Deceiver(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.calls += 1
+        self.calls += self.habit == "counts in itself"
         for group in self.param_groups:
             group["counter"] += 1
             members = [p for p in group["params"] if p.grad is not None]
@@ -63,7 +63,7 @@ class Deceiver(torch.optim.Optimizer):
     [
         ("none", Cut.ELEMENT),
         ("counts in the group", Cut.ELEMENT),
-        ("counts in itself", Cut.GROUP),
+        ("counts in itself", Cut.OPTIMIZER),
         ("looks at the whole parameter", Cut.PARAMETER),
         ("clips each parameter, rarely", Cut.PARAMETER),
         ("looks at the group", Cut.GROUP),

@@ -6,6 +6,7 @@ A machine without an accelerator cannot run this file, so it stays small.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import weakref
 from collections.abc import Callable
@@ -43,13 +44,20 @@ class Accelerator:
 
     def wait(self, stream: Any, event: Any, *, site: str) -> None:
         if isinstance(stream, HostWorker):
-            stream.launch(event.synchronize)
+            stream.launch(functools.partial(self._block_until, event))
         else:
             assert not isinstance(event, HostEvent), "a device stream cannot wait for a host worker"
             stream.stream.wait_event(event)
 
     def synchronize(self, event: Any, *, site: str) -> None:
-        event.synchronize()
+        self._block_until(event)
+
+    def _block_until(self, event: Any) -> None:
+        with self._current_device():  # in a worker's thread another device may be the current one
+            event.synchronize()
+
+    def _current_device(self) -> Any:
+        return getattr(torch, self.address.type).device(self.address)
 
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad(), stream.stream:
@@ -76,7 +84,7 @@ class Accelerator:
         buffer = mmap.mmap(-1, max(1, byte_count))
         memory = torch.frombuffer(buffer, dtype=torch.uint8)[:byte_count]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.address):
+        with self._current_device():
             status = runtime.cudaHostRegister(memory.data_ptr(), len(buffer), 1)  # 1: portable, for every device
         if int(status) != 0:
             self._clear_error()
@@ -90,7 +98,8 @@ class Accelerator:
 
     def _unregister(self, buffer: mmap.mmap, address: int) -> None:
         torch.accelerator.synchronize(self.address)  # a copy may still be using it
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        with self._current_device():
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         del buffer  # kept until here
 
     def _pin_by_torch(self, byte_count: int) -> torch.Tensor:

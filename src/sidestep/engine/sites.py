@@ -6,6 +6,7 @@ A wait is made with one of these names. The tests delete each in turn and must t
 FETCH_WAITS_SLOT_MEMORY = "fetch waits for slot memory"
 FETCH_WAITS_SLOT_DRAINED = "fetch waits for slot drained"
 FETCH_WAITS_OWN_EVICTION = "fetch waits for own eviction"
+FETCH_WAITS_OWN_SCATTER = "fetch waits for own scatter"
 FETCH_WAITS_GATHER = "fetch waits for gather"
 UPDATE_WAITS_FETCH = "update waits for fetch"
 UPDATE_WAITS_NEWBORN_EVICTED = "update waits for newborn state evicted"
@@ -18,6 +19,7 @@ HAZARDS: dict[str, str] = {
     FETCH_WAITS_SLOT_MEMORY: "a new slot's memory may still be in use by earlier work of the stream that allocated it",
     FETCH_WAITS_SLOT_DRAINED: "the slot's last state would be overwritten before it has been copied out",
     FETCH_WAITS_OWN_EVICTION: "a chunk would be fetched again, into another slot, before its last state has arrived",
+    FETCH_WAITS_OWN_SCATTER: "pageable state would be fetched, past staging, before the host worker has put it there",
     FETCH_WAITS_GATHER: "staging would be sent to the device before the host worker has filled it",
     UPDATE_WAITS_FETCH: "the update would read state that has not arrived",
     UPDATE_WAITS_NEWBORN_EVICTED: "memory of state made in this step would be reused before it has been copied out",

@@ -21,6 +21,7 @@ from sidestep.engine import sites
 from sidestep.engine.device import Device, Event, Stream
 from sidestep.engine.stores import HostStore, Slab, TensorLayout, memory_of
 from sidestep.engine.traffic import Traffic
+from sidestep.errors import BrokenStepError
 
 _REGULAR = 1.25  # a chunk may exceed the chunk size by this factor before it is given memory for its own time only
 
@@ -121,8 +122,7 @@ class Slot:
 
     def views(self) -> dict[Piece, dict[str, torch.Tensor]]:
         """The chunk's state tensors, as views of the buffer, by piece and name."""
-        assert self.layout is not None
-        if self.buffer is None:
+        if self.layout is None or self.buffer is None:
             return {}
         if self._viewed is not self.buffer:
             self._views.clear()
@@ -155,6 +155,7 @@ class Ring:
         self._ready: Slot | None = None
         self._upcoming: deque[tuple[Chunk, ChunkLayout]] = deque()
         self._evictions: dict[Chunk, Event] = {}
+        self._scatters: dict[Chunk, Event] = {}
 
     # The step calls these, in this order.
 
@@ -180,8 +181,11 @@ class Ring:
 
     def take(self, chunk: Chunk) -> Slot:
         """The chunk's slot. What the current stream does from now on sees the chunk's state in it."""
-        while self._free and self._upcoming and (not self._filling or self._may_begin_early()):
+        if not self._filling:
             self._begin_next()
+        with contextlib.suppress(torch.OutOfMemoryError):  # fewer slots will do
+            while self._free and self._upcoming and self._may_begin_early():
+                self._begin_next()
         slot = self._ready = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
         self._finish(slot)
@@ -204,8 +208,9 @@ class Ring:
     def land(self) -> None:
         """Block the host until all state is at rest, and forget what was prefetched."""
         if self._worker is not None:
-            self._synchronize(self._worker, sites.HOST_READS_SCATTERED)
-        self._synchronize(self._evict, sites.HOST_READS_EVICTED)
+            self._finish_worker(self.device.record(self._worker), sites.HOST_READS_SCATTERED)
+        self._count(sites.HOST_READS_EVICTED)
+        self.device.synchronize(self.device.record(self._evict), site=sites.HOST_READS_EVICTED)
         self._discard_prefetched()
         if self._ready is not None:  # a step failed: its update may still be at work in the slot
             self._ready.drained = self.device.record(self.device.current_stream())
@@ -213,6 +218,7 @@ class Ring:
             self._ready = None
         self._upcoming.clear()
         self._evictions.clear()
+        self._scatters.clear()
 
     def close(self) -> None:
         """Land, and give the slots' memory back."""
@@ -251,6 +257,8 @@ class Ring:
         if own_eviction is not None:
             self._wait(self._fetch, own_eviction, sites.FETCH_WAITS_OWN_EVICTION)
         direct = [span for span in layout.spans if not self._is_staged(slot, span)]
+        if chunk in self._scatters and any(not span.slab.is_pinned for span in direct):
+            self._finish_worker(self._scatters[chunk], sites.FETCH_WAITS_OWN_SCATTER)
         for span in direct:
             self.device.copy(self._fetch, span.within(slot.buffer), span.at_rest)
         if direct:
@@ -271,8 +279,7 @@ class Ring:
         assert slot.layout is not None
         assert slot.buffer is not None
         assert slot.staging is not None
-        self._count(sites.FETCH_WAITS_GATHER)
-        self.device.synchronize(slot.gathered, site=sites.FETCH_WAITS_GATHER)
+        self._finish_worker(slot.gathered, sites.FETCH_WAITS_GATHER)
         for span in slot.layout.spans:
             if self._is_staged(slot, span):
                 self.device.copy(self._fetch, span.within(slot.buffer), span.within(slot.staging))
@@ -331,6 +338,7 @@ class Ring:
             assert slot.staging is not None
             self._wait(self._worker, slot.drained, sites.SCATTER_WAITS_EVICTION)
             self.device.launch(self._worker, functools.partial(_scatter, staged, slot.staging))
+            self._scatters[slot.chunk] = self.device.record(self._worker)
         self._traffic.evicted_chunks += bool(spans or loose)
         moved = sum(span.byte_count for span in spans) + sum(item.target.numel() for item in loose)
         self._traffic.to_host_bytes += moved
@@ -372,9 +380,13 @@ class Ring:
         self._count(site)
         self.device.wait(stream, event, site=site)
 
-    def _synchronize(self, stream: Stream, site: str) -> None:
+    def _finish_worker(self, event: Event, site: str) -> None:
+        """Block the host until the worker has come so far."""
         self._count(site)
-        self.device.synchronize(self.device.record(stream), site=site)
+        try:
+            self.device.synchronize(event, site=site)
+        except Exception as error:
+            raise BrokenStepError(f"a host worker failed to move optimizer state ({error!r})") from error
 
     def _count(self, site: str) -> None:
         self._traffic.waits[site] += 1
