@@ -45,8 +45,9 @@ class Loan:
         """Compares unequal after anything on loan has changed, except by kernels that keep no version (fused ones)."""
         versions: list[Any] = [lent.stand_in._version for lent in self.pieces]
         for entries in self.state.values():
-            versions.append(list(entries))
-            versions += [v._version if isinstance(v, torch.Tensor) else repr(v) for v in entries.values()]
+            named = entries if isinstance(entries, dict) else {"": entries}
+            versions.append(list(named))
+            versions += [v._version if isinstance(v, torch.Tensor) else repr(v) for v in named.values()]
         return versions
 
 

@@ -112,8 +112,8 @@ def _check_optimizer(optimizer: Any) -> None:
         raise UnsupportedOptimizerError("this optimizer is wrapped already; use what sidestep.offload returned")
     if not {"param_groups", "state"} <= vars(optimizer).keys():
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} has no parameter groups or state of its own, it works through another optimizer:"
-            " offload that one first, then build this around it"
+            f"{type(optimizer).__name__} has no parameter groups or state of its own, but works through another"
+            " optimizer: offload that one first, then build this around it"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(

@@ -224,7 +224,8 @@ class _Twin:
         generator = torch.Generator().manual_seed(1 + step)
         for parameters in self.parameters:
             for parameter in parameters:
-                gradient = torch.randn(parameter.shape, generator=generator, device="cpu") * _GRADIENT_SCALES[step]
+                gradient = torch.randn(parameter.shape, generator=generator, device="cpu", dtype=torch.float32)
+                gradient *= _GRADIENT_SCALES[step]
                 parameter.grad = (
                     gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient.to(parameter.device)
                 )

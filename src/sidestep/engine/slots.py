@@ -171,7 +171,7 @@ class Ring:
 
     def prefetch(self) -> None:
         """Start fetching what is expected, as far as the ring reaches, but make no room for irregular chunks."""
-        with contextlib.suppress(torch.OutOfMemoryError):  # then the step itself fetches, or reports the error
+        with contextlib.suppress(Exception):  # then the step itself fetches, and reports the error if it persists
             while self._free and self._upcoming and self._is_regular(self._upcoming[0][1]):
                 self._begin_next()
 
