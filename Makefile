@@ -11,13 +11,13 @@ demo: .venv/cli.stamp
 	$(BIN)/sidestep demo
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q --seeds 2 --every 16 tests/unit tests/contract tests/simulated
+	$(BIN)/python -m pytest -q --numprocesses auto --seeds 2 --every 12 tests/unit tests/contract tests/simulated
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist sidestep-demo.png
