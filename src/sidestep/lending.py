@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +18,16 @@ from sidestep.wrapped import State
 Entries = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lent:
-    """One piece on loan. ``stand_in``: what the optimizer takes for the parameter; ``in_slot``: its state there."""
+class Lent(NamedTuple):
+    """One piece on loan.
+
+    ``stand_in``: what the optimizer takes for the parameter; ``own``: the parameter's state in the optimizer, if it has
+    any; ``in_slot``: this piece's part of it in the slot.
+    """
 
     piece: Piece
     stand_in: torch.nn.Parameter
+    own: Entries | None
     in_slot: dict[str, torch.Tensor]
 
 
@@ -65,6 +68,7 @@ class Lender:
         views = slot.views()
         for piece in chunk.pieces:
             in_slot = views.get(piece, _NOTHING)
+            own = self._state.get(piece.parameter)
             if piece.is_slice:
                 stand_in = _slice_of(piece)
                 loan.state[stand_in] = {
@@ -73,10 +77,9 @@ class Lender:
                 }
             else:
                 stand_in = piece.parameter
-                own = self._state.get(stand_in)
                 if own is not None:
                     loan.state[stand_in] = {name: in_slot.get(name, value) for name, value in own.items()}
-            loan.pieces.append(Lent(piece, stand_in, in_slot))
+            loan.pieces.append(Lent(piece, stand_in, own, in_slot))
         if chunk.is_coupled:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
         return loan
@@ -108,8 +111,10 @@ class Lender:
 
     def _take_back_entries(self, lent: Lent, after: Entries, ring: Ring | None) -> list[tuple[Lent, str, torch.Tensor]]:
         """Returns the tensors that are not where they belong."""
-        piece, in_slot, moved = lent.piece, lent.in_slot, []
-        own = self._state[piece.parameter]
+        piece, _, own, in_slot = lent
+        if own is None:
+            own = self._state[piece.parameter]
+        moved = []
         for name, value in after.items():
             if value is in_slot.get(name, _MISSING) or value is own.get(name, _MISSING):
                 continue

@@ -150,7 +150,7 @@ class Schedule:
                 if gradient is not None:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
                     gradient_bytes += 0 if is_odd else gradient.nbytes
-                is_whole = is_odd or parameter in self._must_stay_whole
+                is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
                 is_contiguous = parameter.is_contiguous()
                 structure.append(
                     (id(parameter), parameter.dtype, parameter.shape, parameter.device, is_contiguous, is_whole)
