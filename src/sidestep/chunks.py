@@ -14,6 +14,13 @@ from sidestep.probe import CUT_ELEMENTS, Cut, Cutting
 
 MAX_CHUNK_BYTES = 64 * 2**20
 _CHUNKS_WANTED = 16
+ALIGNMENT_BYTES = 256
+"""State tensors start at multiples of this, in slabs and in slots alike, so that both have one layout."""
+
+
+def aligned(byte_count: int) -> int:
+    """The next offset at which a state tensor may start."""
+    return -(-byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,20 +41,25 @@ class Subject:
         """Whether any of its state leaves the device."""
         return self.is_on_device and self.placement.offloads
 
+    @functools.cached_property
+    def itemsizes(self) -> list[int]:
+        """Bytes of an element of each state tensor that will leave the device, as the probe predicts them."""
+        if not self.offloads or self.parameter.numel() < self.placement.min_elements:
+            return []
+        kinds = self.cutting.kinds_for(self.parameter)
+        return [(kind.dtype or self.parameter.dtype).itemsize for kind in kinds if kind.elementwise]
+
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of state for each element that will leave the device, as the probe predicts them."""
-        if not self.offloads or self.parameter.numel() < self.placement.min_elements:
-            return 0
-        kinds = self.cutting.kinds_for(self.parameter)
-        return sum((kind.dtype or self.parameter.dtype).itemsize for kind in kinds if kind.elementwise)
+        """Bytes of state for each element of the parameter, as predicted."""
+        return sum(self.itemsizes)
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes of state that will leave the device, as the probe predicts them."""
-        return self.parameter.numel() * self.bytes_per_element
+        """Bytes that the state will take in a slot, as predicted."""
+        return sum(aligned(self.parameter.numel() * itemsize) for itemsize in self.itemsizes)
 
-    @property
+    @functools.cached_property
     def is_sliceable(self) -> bool:
         """Whether it may be cut inside: bit-equal in any dtype on a device, in fp32 and fp64 on CPU kernels."""
         parameter = self.parameter
@@ -98,16 +110,20 @@ class Chunk:
         return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)
 
     @functools.cached_property
-    def pieces_by_group(self) -> dict[int, list[Piece]]:
-        """Its pieces from each of its groups."""
-        return {group: [piece for piece in self.pieces if piece.subject.group == group] for group in self.groups}
+    def state_bytes(self) -> int:
+        """Bytes that its state will take in a slot, as predicted."""
+        return sum(aligned(p.elements * itemsize) for p in self.pieces for itemsize in p.subject.itemsizes)
 
 
 def default_chunk_bytes(subjects: Sequence[Subject]) -> int:
-    """min(64 MiB, offloaded bytes ÷ 16), but the smallest slice at least: a small model must not pay for a big ring."""
+    """min(64 MiB, offloaded bytes ÷ 16): a small model must not pay for a big ring.
+
+    But the smallest slice at least, and up to 64 MiB what cannot be cut, or each of it would be moved outside the ring.
+    """
     smallest_slice = max((CUT_ELEMENTS * subject.bytes_per_element for subject in subjects), default=0)
+    whole = max((subject.state_bytes for subject in subjects if not subject.is_sliceable), default=0)
     wanted = sum(subject.state_bytes for subject in subjects) // _CHUNKS_WANTED
-    return max(1, smallest_slice, min(MAX_CHUNK_BYTES, wanted))
+    return max(1, smallest_slice, min(MAX_CHUNK_BYTES, max(wanted, whole)))
 
 
 def plan_chunks(subjects: Sequence[Subject], chunk_bytes: int) -> list[Chunk]:

@@ -13,9 +13,7 @@ from sidestep.chunks import Chunk, Piece
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
 from sidestep.rest import StateAtRest, Wanted, may_rest
-from sidestep.wrapped import State
-
-Entries = dict[str, Any]
+from sidestep.wrapped import Entries, State
 
 
 class Lent(NamedTuple):

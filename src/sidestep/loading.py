@@ -25,18 +25,38 @@ def check_fits(state_dict: Any, schedule: Schedule) -> None:
     Raises:
         StateDictError: it says which group or parameter does not fit, and how.
     """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        raise StateDictError('this is not an optimizer\'s state dict: it has no "state" and "param_groups"')
+    _check_form(state_dict)
     groups, saved = schedule.optimizer.param_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
-        raise StateDictError(f"the state dict has {len(saved)} parameter groups, the optimizer {len(groups)}")
+        raise StateDictError(
+            f"the state dict has {len(saved)} parameter groups, the optimizer {len(groups)}. Nothing was loaded"
+        )
     for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         mine, theirs = len(group["params"]), len(saved_group["params"])
         if mine != theirs:
-            raise StateDictError(f"group {index} has {theirs} parameters in the state dict, {mine} in the optimizer")
+            raise StateDictError(
+                f"group {index} has {theirs} parameters in the state dict, {mine} in the optimizer. Nothing was loaded"
+            )
+    known = {key for group in saved for key in group["params"]}
+    strangers = [key for key in state_dict["state"] if isinstance(key, int) and key not in known]
+    if strangers:
+        raise StateDictError(
+            f"the state dict has state for parameter {strangers[0]}, which is in none of its groups. Nothing was loaded"
+        )
     names = schedule.names()
     for parameter, entries, cutting in _matched(state_dict, schedule):
         _check_entries(names[parameter], parameter, entries, schedule.optimizer.state.get(parameter, {}), cutting)
+
+
+def _check_form(state_dict: Any) -> None:
+    is_whole = isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
+    if not is_whole or not isinstance(state_dict["state"], dict) or not isinstance(state_dict["param_groups"], list):
+        raise StateDictError(
+            'this is not an optimizer\'s state dict: it needs a dict "state" and a list "param_groups"'
+        )
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise StateDictError(f'group {index} of the state dict has no list "params". Nothing was loaded')
 
 
 def _matched(state_dict: StateDict, schedule: Schedule) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], Cutting]]:
@@ -49,15 +69,21 @@ def _matched(state_dict: StateDict, schedule: Schedule) -> Iterator[tuple[torch.
 
 
 def _check_entries(
-    name: str, parameter: torch.nn.Parameter, entries: dict[str, Any], own: dict[str, Any], cutting: Cutting
+    name: str, parameter: torch.nn.Parameter, entries: Any, own: dict[str, Any], cutting: Cutting
 ) -> None:
     expected = {kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise}
-    expected.update({key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor)})
-    for key, value in entries.items():
-        if isinstance(value, torch.Tensor) and key in expected and value.shape != expected[key]:
+    expected.update({key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim})
+    if not isinstance(entries, dict):
+        raise StateDictError(f"the state of {name} is a {type(entries).__name__}, not a dict. Nothing was loaded")
+    if not entries:
+        return  # a parameter that never had a gradient
+    for key, shape in expected.items():
+        found = tuple(entries[key].shape) if isinstance(entries.get(key), torch.Tensor) else None
+        if key not in entries or (found is not None and found != shape):
+            has = "is missing" if key not in entries else f"has shape {found}"
             raise StateDictError(
-                f"{key!r} of {name} has shape {tuple(value.shape)} in the state dict, and {tuple(expected[key])} is"
-                f" needed for a parameter of shape {tuple(parameter.shape)}. Nothing was loaded"
+                f"{key!r} of {name} {has} in the state dict, and a tensor of shape {tuple(shape)} is needed for a"
+                f" parameter of shape {tuple(parameter.shape)}. Nothing was loaded"
             )
 
 
@@ -71,7 +97,14 @@ def load(state_dict: StateDict, schedule: Schedule) -> None:
     }
     saved_groups = [{k: v for k, v in group.items() if k != "offload"} for group in state_dict["param_groups"]]
     schedule.expect_edits()
-    _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
+    before = optimizer.param_groups, optimizer.state
+    try:
+        _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
+    except Exception as error:
+        optimizer.param_groups, optimizer.state = before
+        raise StateDictError(
+            f"{type(optimizer).__name__} refuses the state dict ({error!r}). Nothing was loaded"
+        ) from error
     schedule.plan()
     subjects = {subject.parameter: subject for subject in schedule.subjects}
     for parameter, entries, cutting in loaded:

@@ -197,15 +197,18 @@ class OffloadOptimizer(Optimizer):
         if original is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(original, name)
-        if isinstance(value, types.MethodType):
-            raise NotYetError(
-                f"{type(original).__name__}.{name}() is not built yet for an offloaded optimizer: it may touch state"
-                " that rests on the host. Call restore(), then the method, then offload again"
-            )
-        return value
+        return _not_yet(original, name) if isinstance(value, types.MethodType) else value
 
     def __repr__(self) -> str:
         return f"OffloadOptimizer of {self._original!r}"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer does it."""
+        kind = type(self._original)
+        if kind.zero_grad is not Optimizer.zero_grad:
+            kind.zero_grad(self._original, set_to_none)
+        else:
+            super().zero_grad(set_to_none)
 
     # Stepping.
 
@@ -218,6 +221,9 @@ class OffloadOptimizer(Optimizer):
         Raises:
             torch.OutOfMemoryError: with a report of who holds what, and what to try next.
             BrokenStepError: an earlier step failed half way.
+            CapacityError: ``chunk_bytes`` is too small for this model; the message says the least that works.
+            UnsupportedOptimizerError: a sparse gradient, and an optimizer that does not take one.
+            PlacementError: a group's ``"offload"`` key makes no sense.
         """
         self._require_live()
         self._schedule.check_usable()
@@ -239,14 +245,12 @@ class OffloadOptimizer(Optimizer):
         return loss
 
     def _out_of_memory(self, error: BaseException) -> str:
-        schedule = self._schedule
-        ring_bytes = self._settings.slots * schedule.chunk_bytes
-        least = schedule.least_ring_bytes()
+        least = self._schedule.least_chunk_bytes()
+        smaller = max(least, self._schedule.chunk_bytes // 4)
         return (
-            f"{error}\n\nin OffloadOptimizer.step(). {self.report()}\n\n"
-            f"The ring of {self._settings.slots} slots wants {ring_bytes:,} bytes. Next things to try: a smaller ring,"
-            f" sidestep.offload(optimizer, chunk_bytes={schedule.chunk_bytes // 4 or 1}, slots=2); the least ring that"
-            f" works is {least:,} bytes (slots=1); a smaller batch; activation checkpointing."
+            f"{error}\n\nin OffloadOptimizer.step(). {self.report()}\n\nNext things to try: a smaller ring,"
+            f" sidestep.offload(optimizer, chunk_bytes={smaller}, slots=2); the least that works is"
+            f" chunk_bytes={least}, slots=1; a smaller batch; activation checkpointing."
         )
 
     def synchronize(self) -> None:
@@ -263,8 +267,10 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             torch.OutOfMemoryError: the device has no room for the state. Nothing is lost: go on with this object.
+            BrokenStepError: a step failed half way; load a checkpoint first.
         """
         self._require_live()
+        self._schedule.check_usable()
         self._collect_own_policies()
         self._schedule.bring_back()
         for group, own in zip(self.param_groups, self._own_policies, strict=True):
@@ -340,7 +346,9 @@ class OffloadOptimizer(Optimizer):
     # Copies. As with any optimizer, hooks are not copied.
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()
+        self._require_live()
+        self._schedule.check_usable()
+        self._schedule.land()
         return {"original": self._original, "settings": self._settings, "own_policies": self._own_policies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -348,6 +356,18 @@ class OffloadOptimizer(Optimizer):
         self._settings = state["settings"]
         self._own_policies = state["own_policies"]
         self._set_up()
+
+
+def _not_yet(optimizer: Optimizer, name: str) -> Callable[..., Any]:
+    """In the place of a method that only the wrapped optimizer has."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotYetError(
+            f"{type(optimizer).__name__}.{name}() is not built yet for an offloaded optimizer: it may touch state that"
+            " rests on the host. Call restore(), then the method, then offload again"
+        )
+
+    return refuse
 
 
 _REFUSED = ("step", "state_dict", "load_state_dict", "add_param_group")

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from sidestep.chunks import Chunk, Piece, Subject
+from sidestep.chunks import Chunk, Piece, Subject, aligned
 from sidestep.engine.device import Device
-from sidestep.engine.slots import ChunkLayout, Home, Placed, Span
-from sidestep.engine.stores import HostStore, TensorLayout, aligned, is_dense, memory_of
+from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
+from sidestep.engine.stores import HostStore, TensorLayout, is_dense, memory_of
+from sidestep.wrapped import Entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class StateAtRest:
         if self.homes.get(parameter, {}).pop(name, None) is not None:
             self.forget_layouts()
 
-    def adopt(self, device: Device, subjects: Iterable[Subject], state: dict[torch.Tensor, dict[str, Any]]) -> None:
+    def adopt(self, device: Device, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
         """Move state that somebody has loaded, made or put there, and that may rest, into homes. Blocks."""
         strangers = [
             (subject, name, value)
@@ -144,9 +145,6 @@ def _extend(spans: list[Span], new: Span) -> None:
             spans[-1] = Span(last.slab, last.slab_offset, last.slot_offset, gap + new.byte_count)
             return
     spans.append(new)
-
-
-Entries = dict[str, Any]
 
 
 def home_layout(value: torch.Tensor, subject: Subject) -> TensorLayout:

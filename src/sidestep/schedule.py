@@ -271,11 +271,12 @@ class Schedule:
             self.broken_by = error
             raise
 
-    def least_ring_bytes(self) -> int:
-        """Device bytes of the smallest ring that can work: one slot for the smallest chunk there can be."""
+    def least_chunk_bytes(self) -> int:
+        """The smallest ``chunk_bytes`` that works, in bytes."""
+        coupled = [chunk.state_bytes for chunk in self.chunks if chunk.is_coupled]
         whole = [subject.state_bytes for subject in self.subjects if not subject.is_sliceable]
         cut = [subject.bytes_per_element * probe.CUT_ELEMENTS for subject in self.subjects if subject.is_sliceable]
-        return max([*whole, *cut], default=0)
+        return max([*coupled, *whole, *cut], default=1)
 
     def bring_back(self) -> None:
         """All state back to its parameter's device. If it fails, each tensor is in one place or the other."""

@@ -10,7 +10,8 @@ import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 Group = dict[str, Any]
-State = dict[torch.Tensor, dict[str, Any]]
+Entries = dict[str, Any]
+State = dict[torch.Tensor, Entries]
 
 
 def step_on(optimizer: torch.optim.Optimizer, groups: list[Group], state: State) -> None:

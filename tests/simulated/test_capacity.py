@@ -67,5 +67,11 @@ def test_out_of_memory_in_a_step_says_who_holds_what_and_what_to_try() -> None:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             optimizer.step()
         message = str(caught.value)
-        for words in ("place", "staging", "parameters", "chunk_bytes=", "the least ring that works is 8,192 bytes"):
+        for words in (
+            "place",
+            "staging",
+            "parameters",
+            "chunk_bytes=",
+            "the least that works is chunk_bytes=8192, slots=1",
+        ):
             assert words in message, words

@@ -10,6 +10,7 @@ FETCH_WAITS_OWN_SCATTER = "fetch waits for own scatter"
 FETCH_WAITS_GATHER = "fetch waits for gather"
 UPDATE_WAITS_FETCH = "update waits for fetch"
 UPDATE_WAITS_NEWBORN_EVICTED = "update waits for newborn state evicted"
+UPDATE_WAITS_IRREGULAR_DRAINED = "update waits for irregular buffer drained"
 EVICT_WAITS_UPDATE = "evict waits for update"
 SCATTER_WAITS_EVICTION = "scatter waits for eviction"
 HOST_READS_EVICTED = "host reads evicted state"
@@ -23,6 +24,7 @@ HAZARDS: dict[str, str] = {
     FETCH_WAITS_GATHER: "staging would be sent to the device before the host worker has filled it",
     UPDATE_WAITS_FETCH: "the update would read state that has not arrived",
     UPDATE_WAITS_NEWBORN_EVICTED: "memory of state made in this step would be reused before it has been copied out",
+    UPDATE_WAITS_IRREGULAR_DRAINED: "memory that a chunk had for its own time would be reused while it is copied out",
     EVICT_WAITS_UPDATE: "state would be copied out before the update has written it",
     SCATTER_WAITS_EVICTION: "the host worker would read staging before the device has filled it",
     HOST_READS_EVICTED: "the host would read or change state that is still on its way",

@@ -19,77 +19,10 @@ import torch
 from sidestep.chunks import Chunk, Piece
 from sidestep.engine import sites
 from sidestep.engine.device import Device, Event, Stream
-from sidestep.engine.stores import HostStore, Slab, TensorLayout, memory_of
+from sidestep.engine.layouts import ChunkLayout, Span
+from sidestep.engine.stores import HostStore, memory_of
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError
-
-_REGULAR = 1.25  # a chunk may exceed the chunk size by this factor before it is given memory for its own time only
-
-
-@dataclasses.dataclass(eq=False)
-class Home:
-    """Where one state tensor rests: its bytes in a slab, and the live host tensor on them."""
-
-    slab: Slab
-    offset_bytes: int
-    layout: TensorLayout
-    tensor: torch.Tensor
-    is_filled: bool = False  # False from its making until the step that makes it has ended
-
-    def bytes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Bytes [start, stop) of the tensor in the slab, uint8."""
-        end = self.layout.byte_count if stop is None else stop
-        return self.slab.memory[self.offset_bytes + start : self.offset_bytes + end]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Span:
-    """One run of bytes that lies together in a slab and in the slot."""
-
-    slab: Slab
-    slab_offset: int
-    slot_offset: int
-    byte_count: int
-
-    @functools.cached_property
-    def at_rest(self) -> torch.Tensor:
-        """The bytes in the slab."""
-        return self.slab.memory[self.slab_offset : self.slab_offset + self.byte_count]
-
-    def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The bytes in a slot's buffer or staging."""
-        return buffer[self.slot_offset : self.slot_offset + self.byte_count]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Placed:
-    """One state tensor, or its slice, in a slot."""
-
-    offset_bytes: int
-    layout: TensorLayout
-    home: Home
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChunkLayout:
-    """How a chunk's state at rest lies in a slot. Empty where it has none yet."""
-
-    spans: tuple[Span, ...]
-    tensors: dict[Piece, dict[str, Placed]]
-    byte_count: int
-
-    def views_of(self, buffer: torch.Tensor) -> dict[Piece, dict[str, torch.Tensor]]:
-        """The state tensors in a slot's buffer, by piece and name."""
-        return {
-            piece: {
-                name: placed.layout.view_of(
-                    buffer[placed.offset_bytes : placed.offset_bytes + placed.layout.byte_count]
-                )
-                for name, placed in named.items()
-            }
-            for piece, named in self.tensors.items()
-        }
-
 
 _Views: TypeAlias = "weakref.WeakKeyDictionary[ChunkLayout, dict[Piece, dict[str, torch.Tensor]]]"
 
@@ -111,6 +44,7 @@ class Slot:
         self.buffer: torch.Tensor | None = None  # (bytes,) uint8, on the device
         self.is_irregular = False  # the buffer is larger than the ring's, for the time of its chunk only
         self.set_aside: torch.Tensor | None = None  # the ring's own buffer meanwhile
+        self.buffer_stream: Stream | None = None  # the stream that the buffer's memory belongs to
         self.staging: torch.Tensor | None = None  # (bytes,) uint8, page-locked host memory, for pageable spans only
         self.fetched: Event | None = None  # guards the update: the chunk's state is in the buffer
         self.gathered: Event | None = None  # guards the fetch: the host worker has filled the staging
@@ -153,6 +87,7 @@ class Ring:
         self._free = deque(Slot() for _ in range(slot_count))
         self._filling: deque[Slot] = deque()
         self._ready: Slot | None = None
+        self._spent: Slot | None = None  # its buffer was an irregular chunk's, and is draining
         self._upcoming: deque[tuple[Chunk, ChunkLayout]] = deque()
         self._evictions: dict[Chunk, Event] = {}
         self._scatters: dict[Chunk, Event] = {}
@@ -171,6 +106,9 @@ class Ring:
 
     def prefetch(self) -> None:
         """Start fetching what is expected, as far as the ring reaches, but make no room for irregular chunks."""
+        self._free_spent()
+        for slot in self._free:
+            self._free_newborn(slot)
         with contextlib.suppress(Exception):  # then the step itself fetches, and reports the error if it persists
             while self._free and self._upcoming and self._is_regular(self._upcoming[0][1]):
                 self._begin_next()
@@ -186,6 +124,10 @@ class Ring:
         with contextlib.suppress(torch.OutOfMemoryError):  # fewer slots will do
             while self._free and self._upcoming and self._may_begin_early():
                 self._begin_next()
+        if chunk.state_bytes > self.chunk_bytes:  # its state may be made now, and be as large
+            self._free_spent()
+            for other in self._free:
+                self._free_newborn(other)
         slot = self._ready = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
         self._finish(slot)
@@ -203,7 +145,8 @@ class Ring:
             self._drain(slot, spans, loose)
         slot.chunk, slot.fetched, slot.gathered, self._ready = None, None, None, None
         self._free.append(slot)
-        self._end_irregular(slot)
+        if slot.is_irregular:
+            self._spent = slot
 
     def land(self) -> None:
         """Block the host until all state is at rest, and forget what was prefetched."""
@@ -216,6 +159,7 @@ class Ring:
             self._ready.drained = self.device.record(self.device.current_stream())
             self._reset(self._ready)
             self._ready = None
+        self._free_spent()
         self._upcoming.clear()
         self._evictions.clear()
         self._scatters.clear()
@@ -231,16 +175,18 @@ class Ring:
     def abandon(self) -> None:
         """Let go of the slots' memory without waiting: nobody will ask for the state any more."""
         for slot in [*self._free, *self._filling]:
-            for tensor in slot.newborn:
-                self.device.release(tensor, self._evict)
-            self._end_irregular(slot)
-            self._free_buffer(slot)
+            for tensor in [*slot.newborn, slot.buffer, slot.set_aside]:
+                if tensor is not None:
+                    self.device.release(tensor, self._fetch)
+                    self.device.release(tensor, self._evict)
 
     # Filling.
 
     def _begin_next(self) -> None:
         chunk, layout = self._upcoming[0]
         slot = self._free[0]
+        if slot is self._spent:
+            self._free_spent()
         slot.fetched = slot.gathered = None  # of an attempt that failed
         if layout.spans:
             self._make_room(slot, layout)
@@ -287,6 +233,7 @@ class Ring:
 
     def _make_room(self, slot: Slot, layout: ChunkLayout) -> None:
         if not self._is_regular(layout):
+            self._free_spent()
             own = self._allocate(slot, layout.byte_count)
             slot.buffer, slot.set_aside, slot.is_irregular = own, slot.buffer, True
         elif slot.buffer is None or slot.buffer.numel() < layout.byte_count:
@@ -297,17 +244,30 @@ class Ring:
 
     def _allocate(self, slot: Slot, byte_count: int) -> torch.Tensor:
         self._free_newborn(slot)
+        slot.buffer_stream = self.device.current_stream()
         buffer = self.device.empty(byte_count)
         self._traffic.add_staging(byte_count)
-        allocated = self.device.record(self.device.current_stream())
+        allocated = self.device.record(slot.buffer_stream)
         self._wait(self._fetch, allocated, sites.FETCH_WAITS_SLOT_MEMORY)
         return buffer
 
+    def _free_spent(self) -> None:
+        """Give back memory that a chunk beyond the ring's size had for its own time only.
+
+        The stream that it belongs to waits until it is drained: memory that is only released comes back when the host
+        happens to look, and until then the next such chunk would have as much again.
+        """
+        slot, self._spent = self._spent, None
+        if slot is not None:
+            self._wait(slot.buffer_stream, slot.drained, sites.UPDATE_WAITS_IRREGULAR_DRAINED)
+            self._end_irregular(slot)
+
     def _end_irregular(self, slot: Slot) -> None:
-        """Give back memory that a chunk beyond the ring's size had for its own time only."""
         if slot.is_irregular:
-            self._free_buffer(slot)
+            assert slot.buffer is not None
+            self._traffic.add_staging(-slot.buffer.numel())
             slot.buffer, slot.set_aside, slot.is_irregular = slot.set_aside, None, False
+            slot.forget_views()
 
     def _make_staging(self, slot: Slot, byte_count: int) -> None:
         if self._worker is None:
@@ -360,17 +320,22 @@ class Ring:
 
     def _discard_prefetched(self) -> None:
         while self._filling:
-            self._reset(self._filling.pop())
+            slot = self._filling.pop()
+            if slot.is_irregular:
+                slot.drained = self.device.record(self._fetch)
+            self._reset(slot)
 
     def _reset(self, slot: Slot) -> None:
         slot.chunk, slot.fetched, slot.gathered = None, None, None
-        self._end_irregular(slot)
         self._free.appendleft(slot)
+        if slot.is_irregular:
+            self._free_spent()
+            self._spent = slot
 
     # Small words.
 
     def _is_regular(self, layout: ChunkLayout) -> bool:
-        return layout.byte_count <= self.chunk_bytes * _REGULAR
+        return layout.byte_count <= self.chunk_bytes
 
     @staticmethod
     def _is_staged(slot: Slot, span: Span) -> bool:

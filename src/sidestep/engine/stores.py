@@ -11,9 +11,6 @@ import torch
 from sidestep.engine.device import Device
 from sidestep.errors import PinError
 
-ALIGNMENT_BYTES = 256
-"""State tensors start at multiples of this, in slabs and in slots alike, so that both have one layout."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
@@ -60,11 +57,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor in the order of memory, (bytes,) uint8, sharing them."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
-
-
-def aligned(byte_count: int) -> int:
-    """The next offset at which a state tensor may start."""
-    return -(-byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Slab:

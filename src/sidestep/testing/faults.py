@@ -25,7 +25,7 @@ class Countdown:
 
 @dataclasses.dataclass
 class Faults:
-    """What one simulated device does wrong, and how often each wait was asked for.
+    """What one simulated device does wrong.
 
     ``deleted_waits`` are sites whose waits and synchronizations do nothing, ``deleted_releases`` makes ``release`` do
     nothing. Pins beyond ``pins_left`` in number or ``pinned_bytes_limit`` in sum are refused.

@@ -7,7 +7,7 @@ from typing import Any
 
 from sidestep.testing.simulated import SimulatedDevice
 
-STREAMS = ("compute", "fetch", "evict", "gather", "scatter")
+STREAMS = ("compute", "fetch", "evict", "worker")
 """The streams that are starved by default: the engine's, and the user's own."""
 
 ALL = ("eager", "lazy", *(f"starve:{name}" for name in STREAMS), "random")
