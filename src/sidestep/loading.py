@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sidestep.chunks import Subject
 from sidestep.errors import StateDictError
-from sidestep.probe import Cutting
+from sidestep.probe import Cutting, signature
 from sidestep.rest import may_rest
 
 if TYPE_CHECKING:
@@ -44,8 +44,16 @@ def check_fits(state_dict: Any, schedule: Schedule) -> None:
             f"the state dict has state for parameter {strangers[0]}, which is in none of its groups. Nothing was loaded"
         )
     names = schedule.names()
+    has_same_settings = _has_same_settings(groups, saved)
     for parameter, entries, cutting in _matched(state_dict, schedule):
-        _check_entries(names[parameter], parameter, entries, schedule.optimizer.state.get(parameter, {}), cutting)
+        own = schedule.optimizer.state.get(parameter, {})
+        _check_entries(names[parameter], parameter, entries, own, cutting, has_same_settings=has_same_settings)
+
+
+def _has_same_settings(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
+    """Whether the saved state must have the names that ours has: loading replaces settings, such as ``amsgrad``."""
+    pairs = zip(groups, saved, strict=True)
+    return all(signature(group) == signature({**theirs, "params": group["params"]}) for group, theirs in pairs)
 
 
 def _check_form(state_dict: Any) -> None:
@@ -69,22 +77,30 @@ def _matched(state_dict: StateDict, schedule: Schedule) -> Iterator[tuple[torch.
 
 
 def _check_entries(
-    name: str, parameter: torch.nn.Parameter, entries: Any, own: dict[str, Any], cutting: Cutting
+    name: str,
+    parameter: torch.nn.Parameter,
+    entries: Any,
+    own: dict[str, Any],
+    cutting: Cutting,
+    *,
+    has_same_settings: bool,
 ) -> None:
-    expected = {kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise}
-    expected.update({key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim})
     if not isinstance(entries, dict):
         raise StateDictError(f"the state of {name} is a {type(entries).__name__}, not a dict. Nothing was loaded")
-    if not entries:
-        return  # a parameter that never had a gradient
-    for key, shape in expected.items():
-        found = tuple(entries[key].shape) if isinstance(entries.get(key), torch.Tensor) else None
-        if key not in entries or (found is not None and found != shape):
-            has = "is missing" if key not in entries else f"has shape {found}"
+    shapes = {kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise}
+    shapes.update({key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim})
+    for key, shape in shapes.items():
+        found = entries.get(key)
+        if isinstance(found, torch.Tensor) and found.shape != shape:
             raise StateDictError(
-                f"{key!r} of {name} {has} in the state dict, and a tensor of shape {tuple(shape)} is needed for a"
+                f"{key!r} of {name} has shape {tuple(found.shape)} in the state dict; {tuple(shape)} is needed for a"
                 f" parameter of shape {tuple(parameter.shape)}. Nothing was loaded"
             )
+    missing = {*shapes, *own, *cutting.host_scalars} - entries.keys()
+    if entries and missing and has_same_settings:  # without any entries, it is a parameter that had no gradient yet
+        raise StateDictError(
+            f"the state dict has {sorted(entries)} for {name}, but {sorted(missing)} is missing. Nothing was loaded"
+        )
 
 
 def load(state_dict: StateDict, schedule: Schedule) -> None:

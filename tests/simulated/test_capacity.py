@@ -56,6 +56,24 @@ def test_device_bytes_for_state_do_not_depend_on_the_model() -> None:
     assert peaks == [3 * 64 * 128 * 8] * 3
 
 
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "starve:evict", "random"])
+def test_what_cannot_be_cut_has_memory_of_its_own_one_at_a_time(schedule: str) -> None:
+    """By the device's own count, which sees memory until it can really be used again."""
+    state_bytes, chunk_bytes = 96 * 128 * 4, 32 * 1024
+    with SimulatedDevice(schedule=schedule) as device:
+        weights = [torch.nn.Parameter(torch.randn(96, 128).to(device.address)) for _ in range(10)]
+        optimizer = sidestep.offload(torch.optim.Muon(weights), chunk_bytes=chunk_bytes)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            device.ledger.reset_peak()
+            optimizer.step()
+            assert device.ledger.peak("staging") + device.ledger.peak("state") <= 3 * chunk_bytes + state_bytes
+        reported = optimizer.report().device_bytes["staging"]
+        assert reported.now == 0
+        assert reported.peak == state_bytes
+
+
 def test_out_of_memory_in_a_step_says_who_holds_what_and_what_to_try() -> None:
     with SimulatedDevice(schedule="eager") as device:
         weight = torch.nn.Parameter(torch.zeros(256, 256).to(device.address))

@@ -126,7 +126,7 @@ class Ring:
                 self._begin_next()
         if chunk.state_bytes > self.chunk_bytes:  # its state may be made now, and be as large
             self._free_spent()
-            for other in self._free:
+            for other in (*self._free, *self._filling):
                 self._free_newborn(other)
         slot = self._ready = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
