@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import sidestep
 from sidestep.engine import device as seam
-from sidestep.engine.sites import HAZARDS
+from sidestep.engine import sites
 from sidestep.testing import SimulatedDevice
 
-STEPS = 6
+STEPS = 10
 SHAPES = [(512, 300), (64, 48, 3, 3), (1000, 64), (300,)]
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("Adadelta", {}),
     ("Adafactor", {}),
     ("Adagrad", {}),
     ("Adam", {"amsgrad": True}),
-    ("Adam", {"capturable": True}),
+    *((n, {"capturable": True}) for n in ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")),
+    ("Rprop", {"capturable": True}),
+    ("Adam", {"maximize": True, "lr": torch.tensor(1e-2)}),
     ("AdamW", {}),
     ("AdamW", {"foreach": False}),
     ("AdamW", {"fused": True}),
@@ -67,12 +71,12 @@ def place() -> Iterator[Place]:
 
 
 class Tampered:
-    """A device with some waits deleted, and with streams delayed after others, so that races have time to show."""
+    """A device with one wait deleted, and with all work on one stream late, so that a race has time to show."""
 
-    def __init__(self, device: Any, *, deleted: str | None = None, delayed: tuple[str, ...] = ()) -> None:
+    def __init__(self, device: Any, *, deleted: str | None = None, late: str | None = None) -> None:
         self._device = device
         self._deleted = deleted
-        self._delayed = delayed
+        self._late = late
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -80,20 +84,47 @@ class Tampered:
     def wait(self, stream: Any, event: Any, *, site: str) -> None:
         if site != self._deleted:
             self._device.wait(stream, event, site=site)
-        if site in self._delayed:
+        if site == sites.UPDATE_WAITS_FETCH and self._late == "current":
             self._delay(stream)
 
     def synchronize(self, event: Any, *, site: str) -> None:
         if site != self._deleted:
             self._device.synchronize(event, site=site)
 
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        if stream.name == self._late:
+            self._delay(stream)
+        self._device.copy(stream, target, source)
+
+    def launch(self, stream: Any, function: Callable[[], None]) -> None:
+        if self._late == "worker":
+            self._device.launch(stream, functools.partial(time.sleep, 1e-3))
+        self._device.launch(stream, function)
+
     def _delay(self, stream: Any) -> None:
-        """About a millisecond of work on a real device stream. The simulated device has its schedule instead."""
+        """About a millisecond of work on a real stream. The simulated device has its schedule instead."""
         if hasattr(stream, "stream"):
             with stream.stream:
                 scratch = torch.ones(2048, 2048, device=self._device.address)
-                for _ in range(2):
+                for _ in range(4):
                     scratch = scratch @ scratch
+
+
+PRODUCERS = {
+    sites.FETCH_WAITS_SLOT_MEMORY: "current",
+    sites.FETCH_WAITS_SLOT_DRAINED: "evict",
+    sites.FETCH_WAITS_OWN_EVICTION: "evict",
+    sites.FETCH_WAITS_OWN_SCATTER: "worker",
+    sites.FETCH_WAITS_GATHER: "worker",
+    sites.UPDATE_WAITS_FETCH: "fetch",
+    sites.UPDATE_WAITS_NEWBORN_EVICTED: "evict",
+    sites.UPDATE_WAITS_IRREGULAR_DRAINED: "evict",
+    sites.EVICT_WAITS_UPDATE: "current",
+    sites.SCATTER_WAITS_EVICTION: "evict",
+    sites.HOST_READS_EVICTED: "evict",
+    sites.HOST_READS_SCATTERED: "worker",
+}
+"""For each wait, the stream that it waits for."""
 
 
 @contextlib.contextmanager
@@ -112,7 +143,7 @@ def train(where: Place, name: str, keywords: dict[str, Any], **settings: Any) ->
     """Parameters and state after a few steps, on the host; offloaded if there are ``settings``."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator).to(where.address)) for s in SHAPES]
-    optimizer = getattr(torch.optim, name)(parameters, lr=1e-2, **keywords)
+    optimizer = getattr(torch.optim, name)(parameters, **{"lr": 1e-2, **keywords})
     if settings:
         optimizer = sidestep.offload(optimizer, sidestep.Placement(min_elements=1024), **settings)
     for step in range(STEPS):
@@ -137,24 +168,30 @@ def settings_for(where: Place) -> list[tuple[str, dict[str, Any]]]:
     return [(name, k) for name, k in SETTINGS if not (where.is_simulated and k.get("capturable"))]
 
 
-def deleted_waits(where: Place) -> dict[str, bool]:
-    """For each wait, whether its deletion was noticed, with all other streams delayed."""
-    expected = train(where, "AdamW", {})
-    noticed = {}
-    for site in HAZARDS:
-        others = tuple(other for other in HAZARDS if other != site)
-        with tampered(where, deleted=site, delayed=others):
-            noticed[site] = not all(
-                is_equal(where, "AdamW", {}, expected, pinned_memory=limit) for limit in ("1GiB", 2**21)
-            )
-    return noticed
+LIMITS: tuple[Any, ...] = ("1GiB", 2**21, 2**20, 0)
+"""``pinned_memory=``: all state page-locked, some, so little that some slots lack staging, none."""
 
 
-def delayed_waits(where: Place) -> dict[str, bool]:
-    """For each wait, whether the numbers are right with the waiting stream delayed there."""
+def is_equal_everywhere(where: Place, expected: list[torch.Tensor]) -> bool:
+    """Whether AdamW is right with every way of keeping state on the host."""
+    return all(is_equal(where, "AdamW", {}, expected, pinned_memory=limit) for limit in LIMITS)
+
+
+def with_the_awaited_stream_late(where: Place) -> dict[str, bool]:
+    """For each wait, whether the numbers are right when what it waits for comes late."""
     expected = train(where, "AdamW", {})
     right = {}
-    for site in HAZARDS:
-        with tampered(where, delayed=(site,)):
-            right[site] = all(is_equal(where, "AdamW", {}, expected, pinned_memory=limit) for limit in ("1GiB", 2**21))
-    return right
+    for stream in sorted(set(PRODUCERS.values())):
+        with tampered(where, late=stream):
+            right[stream] = is_equal_everywhere(where, expected)
+    return {site: right[stream] for site, stream in PRODUCERS.items()}
+
+
+def with_the_wait_deleted(where: Place) -> dict[str, bool]:
+    """For each wait, whether damage is seen when it is deleted and what it should wait for comes late."""
+    expected = train(where, "AdamW", {})
+    damaged = {}
+    for site, stream in PRODUCERS.items():
+        with tampered(where, deleted=site, late=stream):
+            damaged[site] = not is_equal_everywhere(where, expected)
+    return damaged

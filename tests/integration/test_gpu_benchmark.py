@@ -27,6 +27,6 @@ def test_it_runs_on_the_simulated_device(tmp_path: Path) -> None:
     assert report.startswith("# Simulated run")
     results = json.loads((tmp_path / "gpu-simulated.json").read_text())
     assert all(results["parity"]["identical"].values())
-    assert all(results["parity"]["identical_when_delayed"].values())
-    assert any(results["parity"]["noticed_when_deleted"].values())
+    assert all(results["parity"]["identical_when_late"].values())
+    assert any(results["parity"]["damaged_when_deleted"].values())
     assert {row["mode"] for row in results["speed"]} == {"plain", "offloaded", "copied in and out"}
