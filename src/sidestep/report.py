@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-import torch
 
 from sidestep.engine.device import device_at
 from sidestep.probe import Cut
-from sidestep.wrapped import parameters_of
-
-if TYPE_CHECKING:
-    from sidestep.schedule import Schedule
+from sidestep.schedule import Schedule, bytes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +100,17 @@ def report_of(schedule: Schedule) -> Report:
 
 
 def _device_bytes(schedule: Schedule) -> dict[str, Amount]:
-    parameters = [p for p in parameters_of(schedule.optimizer.param_groups) if device_at(p.device) is not None]
+    parameters = schedule.device_parameters()
     devices = [device for device in map(device_at, dict.fromkeys(p.device for p in parameters)) if device is not None]
     if not devices:
         return {}
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    state = [
-        value
-        for entries in schedule.optimizer.state.values()
-        if isinstance(entries, dict)
-        for value in entries.values()
-        if isinstance(value, torch.Tensor) and device_at(value.device) is not None
-    ]
+    held = {
+        "parameters": bytes_of(parameters),
+        "gradients": bytes_of(p.grad for p in parameters if p.grad is not None),
+        "state": bytes_of(schedule.resident_state()),
+    }
     ours = {
-        "parameters": Amount(_bytes(parameters), None),
-        "gradients": Amount(_bytes(gradients), schedule.peak_gradient_bytes),
-        "state": Amount(_bytes(state), None),
+        **{name: Amount(now, schedule.note_peak(name, now)) for name, now in held.items()},
         "staging": Amount(schedule.traffic.staging_bytes, schedule.traffic.peak_staging_bytes),
     }
     memories = [device.memory() for device in devices]
@@ -129,15 +118,6 @@ def _device_bytes(schedule: Schedule) -> dict[str, Amount]:
     other = total - sum(amount.now for amount in ours.values())
     peak = sum(memory.peak_bytes for memory in memories)
     return {**ours, "other": Amount(max(0, other), None), "total": Amount(total, peak)}
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these tensors; memory that several of them share counts once."""
-    storages = {}
-    for tensor in tensors:
-        parts = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
-        storages.update({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts})
-    return sum(storages.values())
 
 
 def _notes(schedule: Schedule) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ class Schedule:
         self.chunks: list[Chunk] = []
         self.chunk_bytes = 0
         self.steps = 0
-        self.peak_gradient_bytes = 0
+        self.peak_bytes = {"parameters": 0, "gradients": 0, "state": 0}  # on devices
+        self._measured: list[Any] | None = None
         self.broken_by: BaseException | None = None
         self._planned: list[Any] | None = None
         self._must_stay_whole: set[torch.nn.Parameter] = set()
@@ -80,6 +82,10 @@ class Schedule:
             self._recover(step, error)
             raise
         self.steps += 1
+        if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
+            self._measured = self._planned
+            self.note_peak("state", bytes_of(self.resident_state()))
+            self.note_peak("parameters", bytes_of(self.device_parameters()))
 
     def _recover(self, step: Step, error: BaseException) -> None:
         if (step.has_changed and not step.is_complete) or isinstance(error, BrokenStepError):
@@ -141,7 +147,7 @@ class Schedule:
     def _structure(self) -> list[Any]:
         """What the plan depends on, cheap to compare. Parameters are held by the plan, so an id stays theirs."""
         structure: list[Any] = []
-        gradient_bytes = 0
+        gradient_bytes: Counter[torch.device] = Counter()
         for group in self.optimizer.param_groups:
             structure.append(len(group["params"]))
             for parameter in group["params"]:
@@ -149,7 +155,7 @@ class Schedule:
                 is_odd = False
                 if gradient is not None:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
-                    gradient_bytes += 0 if is_odd else gradient.nbytes
+                    gradient_bytes[parameter.device] += 0 if is_odd else gradient.nbytes
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
                 is_contiguous = parameter.is_contiguous()
                 structure.append(
@@ -157,7 +163,7 @@ class Schedule:
                 )
                 if is_odd:
                     self._must_stay_whole.add(parameter)
-        self.peak_gradient_bytes = max(self.peak_gradient_bytes, gradient_bytes)
+        self.note_peak("gradients", sum(n for address, n in gradient_bytes.items() if device_at(address) is not None))
         return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now())]
 
     def _replan(self) -> None:
@@ -271,6 +277,21 @@ class Schedule:
             self.broken_by = error
             raise
 
+    def device_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that are on a device."""
+        return [p for p in parameters_of(self.optimizer.param_groups) if device_at(p.device) is not None]
+
+    def resident_state(self) -> list[torch.Tensor]:
+        """State tensors that are on a device between steps."""
+        entries = [entries for entries in self.optimizer.state.values() if isinstance(entries, dict)]
+        tensors = [value for named in entries for value in named.values() if isinstance(value, torch.Tensor)]
+        return [tensor for tensor in tensors if device_at(tensor.device) is not None]
+
+    def note_peak(self, category: str, byte_count: int) -> int:
+        """Returns the most bytes that were noted in ``category``."""
+        self.peak_bytes[category] = max(self.peak_bytes[category], byte_count)
+        return self.peak_bytes[category]
+
     def least_chunk_bytes(self) -> int:
         """The smallest ``chunk_bytes`` that works, in bytes."""
         coupled = [chunk.state_bytes for chunk in self.chunks if chunk.is_coupled]
@@ -293,6 +314,15 @@ class Schedule:
         """Give back the rings' memory."""
         while self.rings:
             self.rings.popitem()[1].close()
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors; memory that several of them share counts once."""
+    storages = {}
+    for tensor in tensors:
+        parts = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
+        storages.update({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts})
+    return sum(storages.values())
 
 
 def _ids(values: list[Any]) -> list[int]:
