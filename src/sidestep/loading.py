@@ -14,19 +14,19 @@ from sidestep.probe import Cutting, signature
 from sidestep.rest import may_rest
 
 if TYPE_CHECKING:
-    from sidestep.schedule import Schedule
+    from sidestep.arrangement import Arrangement
 
 StateDict = dict[str, Any]
 
 
-def check_fits(state_dict: Any, schedule: Schedule) -> None:
+def check_fits(state_dict: Any, arrangement: Arrangement) -> None:
     """Refuse a state dict that does not fit the optimizer, before anything is changed.
 
     Raises:
         StateDictError: it says which group or parameter does not fit, and how.
     """
     _check_form(state_dict)
-    groups, saved = schedule.optimizer.param_groups, state_dict["param_groups"]
+    groups, saved = arrangement.optimizer.param_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
         raise StateDictError(
             f"the state dict has {len(saved)} parameter groups, the optimizer {len(groups)}. Nothing was loaded"
@@ -43,10 +43,10 @@ def check_fits(state_dict: Any, schedule: Schedule) -> None:
         raise StateDictError(
             f"the state dict has state for parameter {strangers[0]}, which is in none of its groups. Nothing was loaded"
         )
-    names = schedule.names()
+    names = arrangement.names()
     has_same_settings = _has_same_settings(groups, saved)
-    for parameter, entries, cutting in _matched(state_dict, schedule):
-        own = schedule.optimizer.state.get(parameter, {})
+    for parameter, entries, cutting in _matched(state_dict, arrangement):
+        own = arrangement.optimizer.state.get(parameter, {})
         _check_entries(names[parameter], parameter, entries, own, cutting, has_same_settings=has_same_settings)
 
 
@@ -67,9 +67,11 @@ def _check_form(state_dict: Any) -> None:
             raise StateDictError(f'group {index} of the state dict has no list "params". Nothing was loaded')
 
 
-def _matched(state_dict: StateDict, schedule: Schedule) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], Cutting]]:
+def _matched(
+    state_dict: StateDict, arrangement: Arrangement
+) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], Cutting]]:
     """Each parameter that the state dict has entries for."""
-    pairs = zip(schedule.optimizer.param_groups, state_dict["param_groups"], schedule.cuttings_now(), strict=True)
+    pairs = zip(arrangement.optimizer.param_groups, state_dict["param_groups"], arrangement.cuttings_now(), strict=True)
     for group, saved_group, cutting in pairs:
         for parameter, key in zip(group["params"], saved_group["params"], strict=True):
             if key in state_dict["state"]:
@@ -103,16 +105,16 @@ def _check_entries(
         )
 
 
-def load(state_dict: StateDict, schedule: Schedule) -> None:
+def load(state_dict: StateDict, arrangement: Arrangement) -> None:
     """Take over a state dict that fits. Tensors keep their dtypes; what is offloaded goes straight to its home."""
-    optimizer = schedule.optimizer
-    loaded = list(_matched(state_dict, schedule))
+    optimizer = arrangement.optimizer
+    loaded = list(_matched(state_dict, arrangement))
     scalars = {
         key: {k: v for k, v in entries.items() if not _is_array(v)} if isinstance(entries, dict) else entries
         for key, entries in state_dict["state"].items()
     }
     saved_groups = [{k: v for k, v in group.items() if k != "offload"} for group in state_dict["param_groups"]]
-    schedule.expect_edits()
+    arrangement.expect_edits()
     before = optimizer.param_groups, optimizer.state
     try:
         _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
@@ -121,13 +123,13 @@ def load(state_dict: StateDict, schedule: Schedule) -> None:
         raise StateDictError(
             f"{type(optimizer).__name__} refuses the state dict ({error!r}). Nothing was loaded"
         ) from error
-    schedule.plan()
-    subjects = {subject.parameter: subject for subject in schedule.subjects}
+    arrangement.plan()
+    subjects = {subject.parameter: subject for subject in arrangement.subjects}
     for parameter, entries, cutting in loaded:
         own = {k: v.cpu() if k in cutting.host_scalars else v for k, v in optimizer.state[parameter].items()}
         arrays = {key: _near(value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
         optimizer.state[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
-    schedule.prepare()
+    arrangement.prepare()
 
 
 def _load_plain(optimizer: Optimizer, state_dict: StateDict) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from sidestep import loading
+from sidestep.arrangement import Arrangement, Settings, abandon, names_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.report import Report, report_of
-from sidestep.schedule import Schedule, Settings, abandon, names_of
 
 _OWN = "offload"
 """The key of a parameter group that holds the group's own policy."""
@@ -146,11 +146,11 @@ class OffloadOptimizer(Optimizer):
     def _set_up(self) -> None:
         self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
         self._patch_step_function()
-        self._schedule = Schedule(self._original, self._settings, self._own_policies)
+        self._arrangement = Arrangement(self._original, self._settings, self._own_policies)
         self._known_groups = list(self.param_groups)
         self._own_methods = {name: vars(self._original)[name] for name in _REFUSED if name in vars(self._original)}
         vars(self._original).update({name: _refusal(self._original, name) for name in _REFUSED})
-        weakref.finalize(self, abandon, self._schedule.rings).atexit = False
+        weakref.finalize(self, abandon, self._arrangement.rings).atexit = False
 
     # What is shared with the wrapped optimizer.
 
@@ -179,12 +179,12 @@ class OffloadOptimizer(Optimizer):
         Read it anew after each step; edits through a reference kept from before a step may be lost.
         """
         self._require_live()
-        self._schedule.expect_edits()
+        self._arrangement.expect_edits()
         return self._original.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._schedule.expect_edits()
+        self._arrangement.expect_edits()
         self._original.state = state
 
     @property
@@ -226,7 +226,7 @@ class OffloadOptimizer(Optimizer):
             PlacementError: a group's ``"offload"`` key makes no sense.
         """
         self._require_live()
-        self._schedule.check_usable()
+        self._arrangement.check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -235,7 +235,7 @@ class OffloadOptimizer(Optimizer):
         lent: dict[str, Any] = {n: vars(self)[n] for n in ("grad_scale", "found_inf") if n in vars(self)}
         vars(self._original).update(lent)
         try:
-            self._schedule.step()
+            self._arrangement.step()
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
         finally:
@@ -245,8 +245,8 @@ class OffloadOptimizer(Optimizer):
         return loss
 
     def _out_of_memory(self, error: BaseException) -> str:
-        least = self._schedule.least_chunk_bytes()
-        smaller = max(least, self._schedule.chunk_bytes // 4)
+        least = self._arrangement.least_chunk_bytes()
+        smaller = max(least, self._arrangement.chunk_bytes // 4)
         return (
             f"{error}\n\nin OffloadOptimizer.step(). {self.report()}\n\nNext things to try: a smaller ring,"
             f" sidestep.offload(optimizer, chunk_bytes={smaller}, slots=2); the least that works is"
@@ -256,11 +256,11 @@ class OffloadOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait until all offloaded state is exact and at rest on the host."""
         self._require_live()
-        self._schedule.land()
+        self._arrangement.land()
 
     def report(self) -> Report:
         """What is held where, what was moved, what was waited for: measured, as a table. Waits for nothing."""
-        return report_of(self._schedule)
+        return report_of(self._arrangement)
 
     def restore(self) -> Optimizer:
         """The wrapped optimizer, with all its state back on its device. This object is of no use afterwards.
@@ -270,9 +270,9 @@ class OffloadOptimizer(Optimizer):
             BrokenStepError: a step failed half way; load a checkpoint first.
         """
         self._require_live()
-        self._schedule.check_usable()
+        self._arrangement.check_usable()
         self._collect_own_policies()
-        self._schedule.bring_back()
+        self._arrangement.bring_back()
         for group, own in zip(self.param_groups, self._own_policies, strict=True):
             if own is not None:
                 group[_OWN] = own
@@ -315,9 +315,9 @@ class OffloadOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's layout. Offloaded tensors are on the CPU, exact now, and live: copy to keep one."""
         self._require_live()
-        self._schedule.check_usable()
+        self._arrangement.check_usable()
         self._collect_own_policies()
-        self._schedule.expect_edits()
+        self._arrangement.expect_edits()
         kind = type(self._original)
         if kind.state_dict is not Optimizer.state_dict:
             return kind.state_dict(self._original)
@@ -336,10 +336,10 @@ class OffloadOptimizer(Optimizer):
             hook_result = pre_hook(self, state_dict)
             if hook_result is not None:
                 state_dict = hook_result
-        loading.check_fits(state_dict, self._schedule)
-        loading.load(state_dict, self._schedule)
+        loading.check_fits(state_dict, self._arrangement)
+        loading.load(state_dict, self._arrangement)
         self._known_groups = list(self.param_groups)  # torch has made new ones, in the same order
-        self._schedule.broken_by = None
+        self._arrangement.broken_by = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -347,8 +347,8 @@ class OffloadOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._require_live()
-        self._schedule.check_usable()
-        self._schedule.land()
+        self._arrangement.check_usable()
+        self._arrangement.land()
         return {"original": self._original, "settings": self._settings, "own_policies": self._own_policies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
 from sidestep.probe import Cut
-from sidestep.schedule import Schedule, bytes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,38 +80,38 @@ def _size(byte_count: int) -> str:
     return f"{byte_count:,} B"
 
 
-def report_of(schedule: Schedule) -> Report:
-    """Measures ``schedule`` now. Changes nothing and waits for nothing."""
+def report_of(arrangement: Arrangement) -> Report:
+    """Measures ``arrangement`` now. Changes nothing and waits for nothing."""
     return Report(
-        steps=schedule.steps,
-        device_bytes=_device_bytes(schedule),
+        steps=arrangement.steps,
+        device_bytes=_device_bytes(arrangement),
         host_bytes={
-            "pinned": Amount(schedule.store.pinned_bytes, schedule.store.peak_pinned_bytes),
-            "pageable": Amount(schedule.store.pageable_bytes, schedule.store.peak_pageable_bytes),
+            "pinned": Amount(arrangement.store.pinned_bytes, arrangement.store.peak_pinned_bytes),
+            "pageable": Amount(arrangement.store.pageable_bytes, arrangement.store.peak_pageable_bytes),
         },
-        moved_bytes={"to_device": schedule.traffic.to_device_bytes, "to_host": schedule.traffic.to_host_bytes},
-        waits=dict(schedule.traffic.waits),
-        chunks=len(schedule.chunks),
-        chunk_bytes=schedule.chunk_bytes,
-        fetched_chunks=schedule.traffic.fetched_chunks,
-        evicted_chunks=schedule.traffic.evicted_chunks,
-        notes=tuple(_notes(schedule)),
+        moved_bytes={"to_device": arrangement.traffic.to_device_bytes, "to_host": arrangement.traffic.to_host_bytes},
+        waits=dict(arrangement.traffic.waits),
+        chunks=len(arrangement.chunks),
+        chunk_bytes=arrangement.chunk_bytes,
+        fetched_chunks=arrangement.traffic.fetched_chunks,
+        evicted_chunks=arrangement.traffic.evicted_chunks,
+        notes=tuple(_notes(arrangement)),
     )
 
 
-def _device_bytes(schedule: Schedule) -> dict[str, Amount]:
-    parameters = schedule.device_parameters()
+def _device_bytes(arrangement: Arrangement) -> dict[str, Amount]:
+    parameters = arrangement.device_parameters()
     devices = [device for device in map(device_at, dict.fromkeys(p.device for p in parameters)) if device is not None]
     if not devices:
         return {}
     held = {
         "parameters": bytes_of(parameters),
         "gradients": bytes_of(p.grad for p in parameters if p.grad is not None),
-        "state": bytes_of(schedule.resident_state()),
+        "state": bytes_of(arrangement.resident_state()),
     }
     ours = {
-        **{name: Amount(now, schedule.note_peak(name, now)) for name, now in held.items()},
-        "staging": Amount(schedule.traffic.staging_bytes, schedule.traffic.peak_staging_bytes),
+        **{name: Amount(now, arrangement.note_peak(name, now)) for name, now in held.items()},
+        "staging": Amount(arrangement.traffic.staging_bytes, arrangement.traffic.peak_staging_bytes),
     }
     memories = [device.memory() for device in devices]
     total = sum(memory.allocated_bytes for memory in memories)
@@ -120,10 +120,10 @@ def _device_bytes(schedule: Schedule) -> dict[str, Amount]:
     return {**ours, "other": Amount(max(0, other), None), "total": Amount(total, peak)}
 
 
-def _notes(schedule: Schedule) -> Iterable[str]:
-    kind = type(schedule.optimizer).__name__
+def _notes(arrangement: Arrangement) -> Iterable[str]:
+    kind = type(arrangement.optimizer).__name__
     for cut in (Cut.PARAMETER, Cut.GROUP, Cut.OPTIMIZER):
-        groups = [i for i, cutting in enumerate(schedule.cuttings) if cutting.cut is cut]
+        groups = [i for i, cutting in enumerate(arrangement.cuttings) if cutting.cut is cut]
         if groups:
             how = {
                 Cut.PARAMETER: "whole parameters move",
@@ -131,8 +131,8 @@ def _notes(schedule: Schedule) -> Iterable[str]:
                 Cut.OPTIMIZER: "all groups run as one piece, with their state on the device for the step",
             }[cut]
             listed = ", ".join(map(str, groups[:8])) + (", …" if len(groups) > 8 else "")
-            yield f"{kind}, group {listed}: {how}: {schedule.cuttings[groups[0]].reason}."
-    if schedule.subjects and not any(subject.is_on_device for subject in schedule.subjects):
+            yield f"{kind}, group {listed}: {how}: {arrangement.cuttings[groups[0]].reason}."
+    if arrangement.subjects and not any(subject.is_on_device for subject in arrangement.subjects):
         yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
-    if schedule.store.pageable_bytes:
+    if arrangement.store.pageable_bytes:
         yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."

@@ -24,7 +24,7 @@ LAYERS = [
     {"rest"},
     {"lending"},
     {"step", "gradients"},
-    {"schedule"},
+    {"arrangement"},
     {"loading", "report"},
     {"optimizer"},
     {"parameters"},

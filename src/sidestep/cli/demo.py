@@ -64,7 +64,7 @@ class Run:
         parameters: the trained parameters, on the host.
         losses: on the held-out text, before and after training, in nats per byte.
         moments: device bytes by category ``after forward``, ``after backward`` and ``between steps``.
-        most: the most device bytes of each category at these moments.
+        most: the most device bytes of each category: at these moments, or for offloaded state and staging, ever.
         peak_bytes: the most device memory of all categories together at any time while training.
         pinned_bytes, pageable_bytes: host memory of the offloaded state, at most.
         to_device_bytes, to_host_bytes: state moved per step.
@@ -122,7 +122,7 @@ def _run(settings: Settings, text: Text, recipe: Recipe, device: Device, progres
         parameters=[parameter.detach().cpu().clone() for parameter in model.parameters()],
         losses=(loss_before, loss_after),
         moments=gauge.moments,
-        most=gauge.most,
+        most={**gauge.most, **_most_of_state(report)},
         peak_bytes=peak_bytes,
         pinned_bytes=_most(report, "pinned"),
         pageable_bytes=_most(report, "pageable"),
@@ -182,6 +182,12 @@ def _time_when_finished(model: GPT, optimizer: torch.optim.Optimizer) -> float:
 def _held_out_loss(model: GPT, text: Text, settings: Settings, device: Device) -> float:
     batches = text.held_out_batches(HELD_OUT_BATCHES, settings.batch, settings.shape.context)
     return sum(next_byte_loss(model, tokens.to(device.address)).item() for tokens in batches) / len(batches)
+
+
+def _most_of_state(report: sidestep.Report | None) -> Bytes:
+    if report is None:
+        return {}
+    return {category: report.device_bytes[category].peak or 0 for category in ("state", "staging")}
 
 
 def _most(report: sidestep.Report | None, category: str) -> int:

@@ -1,7 +1,7 @@
 """The seam between the engine and a device: about ten verbs.
 
-Nothing else in the package names a stream or ``torch.cuda``. Two devices speak it: ``engine/accelerator.py`` (real
-streams) and ``sidestep.testing.SimulatedDevice`` (adversarial ones).
+Only ``engine/accelerator.py`` calls torch's own streams, ``torch.accelerator`` or ``torch.cuda``. Two devices speak the
+seam: that file (real streams) and ``sidestep.testing.SimulatedDevice`` (adversarial ones).
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class DeviceMemory:
 class Device(Protocol):
     """One accelerator, as the engine sees it.
 
-    A *host worker* is a stream whose work runs
-    on the host (a thread in production). A device stream can wait only for recorded events of device streams: it cannot
-    wait for a host worker. Whoever needs a worker's result synchronizes with it first and enqueues then.
-    Each ``site`` is a name from ``engine/sites.py``.
+    A *host worker* is a stream whose work runs on the host (a thread in production). A device stream can wait only for
+    recorded events of device streams: it cannot wait for a host worker. Whoever needs a worker's result synchronizes
+    with it first and enqueues then. Each ``site`` is a name from ``engine/sites.py``.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Which chunks there are, on which rings, and what rests where: kept true while groups, parameters and state change."""
+"""Which chunks there are, on which rings, and what rests where: kept true while groups, parameters, state change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Settings:
     slots: int
 
 
-class Schedule:
+class Arrangement:
     """The chunks, rings and homes of one wrapped optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, own_policies: list[Any]) -> None:
@@ -175,7 +175,7 @@ class Schedule:
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
         self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
         self._make_rings()
-        self._forget_strangers()
+        self._settle_homes()
         self.at_rest.forget_layouts()
         self._is_edited = True
 
@@ -231,8 +231,8 @@ class Schedule:
         assert device is not None, "an address is planned only where there is a device"
         return device
 
-    def _forget_strangers(self) -> None:
-        """Drop the homes of parameters that have left; bring back state that is not offloaded any more."""
+    def _settle_homes(self) -> None:
+        """Drop the homes of parameters that have left, and bring back state that is not offloaded any more."""
         subjects = {subject.parameter: subject for subject in self.subjects}
         for parameter in list(self.at_rest.homes):
             subject = subjects.get(parameter)
