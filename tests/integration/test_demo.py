@@ -87,7 +87,7 @@ def test_offloading_moves_state_and_lowers_the_peak(demo: Demo) -> None:
 
 
 def test_at_its_usual_size_the_ring_is_small_beside_the_state(tmp_path: Path) -> None:
-    options = ["--steps", "2", "--batch", "1", "--chart", str(tmp_path / "memory.png")]
+    options = ["--steps", "3", "--batch", "1", "--chart", str(tmp_path / "memory.png")]
     usual = Demo(CliRunner().invoke(app, ["demo", *options]), tmp_path / "memory.png")
     plain, offloaded, *_ = map(sum, zip(usual.numbers("state, peak"), usual.numbers("staging, peak"), strict=True))
     assert offloaded <= 0.25 * plain
