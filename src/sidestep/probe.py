@@ -82,11 +82,11 @@ def accepts_sparse_gradients(optimizer: torch.optim.Optimizer, group_index: int)
     """Whether the optimizer's step works on a sparse gradient, with this group's settings."""
 
     def try_it() -> bool:
-        try:
-            _run_whole(_Twin(optimizer, [group_index], initial_state=False, sparse=True))
-        except Exception:  # any refusal, in the optimizer's own words, is the answer
-            return False
-        return True
+        for initial_state in (False, True):
+            with contextlib.suppress(Exception):  # any refusal, in the optimizer's own words
+                _run_whole(_Twin(optimizer, [group_index], initial_state=initial_state, sparse=True))
+                return True
+        return False
 
     return _undisturbed(try_it)
 

@@ -27,6 +27,7 @@ UNFILLED |= {"aten::new_empty_strided"}
 CACHED_PLANS_LIMIT = 20_000
 
 
+FLASH_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 NORMALISATIONS = {"aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm"}
 
 
@@ -220,7 +221,9 @@ def _make_plan(func: Any, traits: Traits, operands: Operands) -> Plan:
 
 
 def _with_cpu_statistics(func: Any, traits: Traits, operands: Operands, layouts: list[Any]) -> list[Any]:
-    """Normalisations keep mean and deviation in another type on the CPU than their meta kernels say."""
+    """Some kernels keep statistics in another type on the CPU than their meta kernels say, in some torch versions."""
+    if func._schema.name == FLASH_ATTENTION and operands.tensors[0].dtype is torch.float64:
+        return [layouts[0], dataclasses.replace(layouts[1], dtype=torch.float64), *layouts[2:]]
     if func._schema.name not in NORMALISATIONS or operands.tensors[0].dtype not in (torch.bfloat16, torch.float16):
         return layouts
     weight = operands.argument(traits, "weight")

@@ -278,13 +278,19 @@ class SimulatedDevice:
         """The tensor, if it lives on a device; else a copy that does, made by the current stream."""
         with Beneath():
             if tensor.layout is torch.sparse_coo:
-                return torch.sparse_coo_tensor(
-                    self.adopt(tensor._indices()),
-                    self.adopt(tensor._values()),
+                indices, values = self.adopt(tensor._indices()), self.adopt(tensor._values())
+                made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+                    tensor.sparse_dim(),
+                    tensor.dense_dim(),
                     tensor.size(),
-                    check_invariants=False,
+                    indices,
+                    values,
+                    dtype=tensor.dtype,
+                    layout=torch.sparse_coo,
+                    device=torch.device("cpu"),
                     is_coalesced=tensor.is_coalesced(),
                 )
+                return made
             if self._residences.home(tensor) is not None:
                 return tensor
             adopted, alias = self.allocate(tensor.size(), tensor.stride(), tensor.dtype, current_category())
