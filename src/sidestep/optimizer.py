@@ -78,6 +78,8 @@ def offload(
     _check_optimizer(optimizer)
     if not (isinstance(placement, Placement) or callable(placement)):
         raise PlacementError(f"placement={placement!r}: give a sidestep.Placement, or a callable that returns one")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise PlacementError(f"model={model!r}: give the torch.nn.Module whose parameters the optimizer has")
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
         raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
     settings = Settings(

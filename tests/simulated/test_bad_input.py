@@ -71,6 +71,7 @@ def test_arguments_that_are_not_built_yet(argument: dict[str, Any]) -> None:
     ("arguments", "words"),
     [
         ({"placement": "host"}, "give a sidestep.Placement"),
+        ({"model": 3}, "give the torch.nn.Module"),
         ({"slots": 0}, "at least 1"),
         ({"slots": True}, "at least 1"),
         ({"slots": 2.5}, "at least 1"),

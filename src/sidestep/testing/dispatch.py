@@ -68,8 +68,8 @@ def store(outputs: Any, results: Any) -> None:
             store(output, result)
 
 
-class HostOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations on device memory, in the work of a host worker."""
+class MachineMode(TorchDispatchMode):
+    """A mode of one machine."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,6 +79,10 @@ class HostOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Keep ``torch.compile`` from wrapping the mode: nothing is compiled here, and our caller's frame is needed."""
         return False
+
+
+class HostOnly(MachineMode):  # type: ignore[no-untyped-call]
+    """Refuses operations on device memory, in the work of a host worker."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,18 +100,12 @@ def run_on_host(machine: Machine, function: Callable[[], None]) -> None:
         function()
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(MachineMode):  # type: ignore[no-untyped-call]
     """Defers what happens to device tensors; leaves the host alone."""
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._machine = machine
+        super().__init__(machine)
         self._latest: dict[Any, SimulatedDevice | None] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep ``torch.compile`` from wrapping the mode: nothing is compiled here, and our caller's frame is needed."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
