@@ -58,8 +58,8 @@ class Arrangement:
         self._must_stay_whole: set[torch.nn.Parameter] = set()
         self._is_edited = True
         self._signatures: list[tuple[Any, ...]] = []
-        self._settings_seen: list[list[Any]] = []
-        self._lengths_seen: list[int] = []
+        self._seen: list[Any] = []
+        self._seen_values: list[list[Any]] = []
         self.cuttings: list[probe.Cutting] = []
         self.cuttings_now()
 
@@ -127,21 +127,30 @@ class Arrangement:
             self._replan()
             self._planned = structure
 
-    def cuttings_now(self) -> list[probe.Cutting]:
-        """How each group may be cut; probed again if there are other groups or settings now."""
-        signatures = self._signatures_now()
+    def forget_plan(self) -> None:
+        """Plan anew at the next step, whatever has changed."""
+        self._planned = None
+        self._is_edited = True
+
+    def cuttings_now(self, parameters: list[Any] | None = None) -> list[probe.Cutting]:
+        """How each group may be cut; probed again if there are other groups or settings now.
+
+        ``parameters``: something that compares unequal when the groups' parameters have changed, to save time.
+        """
+        signatures = self._signatures_now(parameters)
         if signatures != self._signatures:
             self.cuttings = probe.probe(self.optimizer)
             self._signatures = signatures
         return self.cuttings
 
-    def _signatures_now(self) -> list[tuple[Any, ...]]:
+    def _signatures_now(self, parameters: list[Any] | None) -> list[tuple[Any, ...]]:
         groups = self.optimizer.param_groups
-        seen = [[v for k, v in group.items() if k not in probe.UNIMPORTANT] for group in groups]
-        lengths = [len(group["params"]) for group in groups]
-        if [lengths, *map(_ids, seen)] == [self._lengths_seen, *map(_ids, self._settings_seen)]:
+        values = [[v for k, v in group.items() if k not in probe.UNIMPORTANT] for group in groups]
+        keys = [[*group, isinstance(group.get("lr"), torch.Tensor)] for group in groups]
+        seen = [parameters, keys, *map(_ids, values)]
+        if parameters is not None and seen == self._seen:
             return self._signatures
-        self._lengths_seen, self._settings_seen = lengths, seen
+        self._seen, self._seen_values = seen, values  # the values are held, so that an id stays theirs
         return [probe.signature(group) for group in groups]
 
     def _structure(self) -> list[Any]:
@@ -164,11 +173,12 @@ class Arrangement:
                 if is_odd:
                     self._must_stay_whole.add(parameter)
         self.note_peak("gradients", sum(n for address, n in gradient_bytes.items() if device_at(address) is not None))
-        return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now())]
+        return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now(structure))]
 
     def _replan(self) -> None:
         self.land()
         self._check_sparse_gradients()
+        addresses = {subject.parameter: subject.address for subject in self.subjects}
         self.subjects = list(self._make_subjects())
         chunk_bytes = self.settings.chunk_bytes
         self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
@@ -176,6 +186,9 @@ class Arrangement:
         self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
         self._make_rings()
         self._settle_homes()
+        for subject in self.subjects:
+            if self._planned is None or addresses.get(subject.parameter) != subject.address:
+                bring_near(subject, self.optimizer.state.get(subject.parameter, {}))
         self.at_rest.forget_layouts()
         self._is_edited = True
 
@@ -261,8 +274,7 @@ class Arrangement:
         for parameter, named in self.at_rest.homes.items():
             for name in [name for name in named if name not in state.get(parameter, {})]:
                 self.at_rest.drop(parameter, name)
-        for subject in self.subjects:
-            bring_near(subject, state.get(subject.parameter, {}))
+        self.at_rest.untangle(self.subjects, state)
         for chunk in self.chunks:
             if chunk.address is not None:
                 subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)

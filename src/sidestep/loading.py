@@ -12,6 +12,7 @@ from sidestep.chunks import Subject
 from sidestep.errors import StateDictError
 from sidestep.probe import Cutting, signature
 from sidestep.rest import may_rest
+from sidestep.wrapped import Entries, State
 
 if TYPE_CHECKING:
     from sidestep.arrangement import Arrangement
@@ -89,16 +90,18 @@ def _check_entries(
 ) -> None:
     if not isinstance(entries, dict):
         raise StateDictError(f"the state of {name} is a {type(entries).__name__}, not a dict. Nothing was loaded")
-    shapes = {kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise}
-    shapes.update({key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim})
+    shapes = {key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim}
+    shapes.update({kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise})
     for key, shape in shapes.items():
         found = entries.get(key)
+        if isinstance(found, torch.Tensor) and found.layout is not torch.strided:
+            raise StateDictError(f"{key!r} of {name} is a sparse tensor in the state dict. Nothing was loaded")
         if isinstance(found, torch.Tensor) and found.shape != shape:
             raise StateDictError(
                 f"{key!r} of {name} has shape {tuple(found.shape)} in the state dict; {tuple(shape)} is needed for a"
                 f" parameter of shape {tuple(parameter.shape)}. Nothing was loaded"
             )
-    missing = {*shapes, *own, *cutting.host_scalars} - entries.keys()
+    missing = cutting.first_names - entries.keys()
     if entries and missing and has_same_settings:  # without any entries, it is a parameter that had no gradient yet
         raise StateDictError(
             f"the state dict has {sorted(entries)} for {name}, but {sorted(missing)} is missing. Nothing was loaded"
@@ -118,18 +121,33 @@ def load(state_dict: StateDict, arrangement: Arrangement) -> None:
     before = optimizer.param_groups, optimizer.state
     try:
         _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
+        arrangement.plan()
+        _merge(loaded, arrangement)
     except Exception as error:
         optimizer.param_groups, optimizer.state = before
-        raise StateDictError(
-            f"{type(optimizer).__name__} refuses the state dict ({error!r}). Nothing was loaded"
-        ) from error
-    arrangement.plan()
+        arrangement.forget_plan()
+        kind = type(optimizer).__name__
+        raise StateDictError(f"{kind} does not take the state dict ({error!r}). Nothing was loaded") from error
+    try:
+        arrangement.prepare()
+    except Exception as error:  # some state may be overwritten by now
+        arrangement.broken_by = error
+        raise
+
+
+def _merge(loaded: list[tuple[torch.nn.Parameter, Entries, Cutting]], arrangement: Arrangement) -> None:
+    """Put the loaded arrays beside the scalars that the optimizer has loaded itself."""
+    optimizer = arrangement.optimizer
     subjects = {subject.parameter: subject for subject in arrangement.subjects}
+    merged: State = {}
     for parameter, entries, cutting in loaded:
-        own = {k: v.cpu() if k in cutting.host_scalars else v for k, v in optimizer.state[parameter].items()}
+        own = {
+            key: value.cpu() if key in cutting.host_scalars and isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state[parameter].items()
+        }
         arrays = {key: _near(value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
-        optimizer.state[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
-    arrangement.prepare()
+        merged[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
+    optimizer.state.update(merged)
 
 
 def _load_plain(optimizer: Optimizer, state_dict: StateDict) -> None:

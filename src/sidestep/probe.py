@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
@@ -60,13 +61,14 @@ class Cutting:
     """How one group may be cut, and what state its parameters will have.
 
     ``kinds``: state tensors by the parameter's number of dimensions. ``host_scalars``: the 0-dim state that the
-    optimizer keeps on the host wherever its parameters are.
+    optimizer keeps on the host wherever its parameters are. ``first_names``: what every state has after one step.
     """
 
     cut: Cut
     kinds: dict[int, tuple[StateKind, ...]]
     reason: str
     host_scalars: frozenset[str] = frozenset()
+    first_names: frozenset[str] = frozenset()
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
         """The state tensors that the optimizer keeps for a parameter with so many dimensions."""
@@ -132,18 +134,17 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
         except Exception as error:  # whatever a third party's step raises, the next way is tried
             failure = failure or error
             continue
-        kinds = _kinds(whole, target)
+        found = functools.partial(Cutting, kinds=_kinds(whole, target), first_names=whole.first_names[target])
         if whole.draws_random_numbers:
-            return Cutting(
-                Cut.OPTIMIZER, kinds, "the update draws random numbers, in an order that cutting would change"
-            )
+            reason = "the update draws random numbers, in an order that cutting would change"
+            return found(Cut.OPTIMIZER, reason=reason)
         if whole.keeps_values_of_its_own():
-            return Cutting(Cut.OPTIMIZER, kinds, "the update keeps values in the optimizer itself, or in its state")
+            return found(Cut.OPTIMIZER, reason="the update keeps values in the optimizer itself, or in its state")
         for cut in (Cut.PARAMETER, Cut.GROUP) if sparse else (Cut.ELEMENT, Cut.PARAMETER, Cut.GROUP):
             twin = _Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
             if _is_same_when_cut(twin, whole, target, cut):
-                return Cutting(cut, kinds, _REASONS[cut])
-        return Cutting(Cut.OPTIMIZER, kinds, _REASONS[Cut.OPTIMIZER])
+                return found(cut, reason=_REASONS[cut])
+        return found(Cut.OPTIMIZER, reason=_REASONS[Cut.OPTIMIZER])
     return Cutting(Cut.OPTIMIZER, {}, f"its step failed on synthetic parameters ({failure!r}), so it is not cut")
 
 
@@ -180,6 +181,7 @@ class _Twin:
     ) -> None:
         self.sparse = sparse
         self.draws_random_numbers = False
+        self.first_names: list[frozenset[str]] = []  # by group
         generator = torch.Generator().manual_seed(0)
         groups = [optimizer.param_groups[index] for index in kept]
         self.parameters = [
@@ -238,6 +240,13 @@ def _run_whole(twin: _Twin) -> None:
         state = torch.get_rng_state()
         step_on(twin.optimizer, twin.optimizer.param_groups, twin.optimizer.state)
         twin.draws_random_numbers |= not torch.equal(state, torch.get_rng_state())
+        if step == 0:
+            twin.first_names = [_names_in_all(twin.optimizer.state, parameters) for parameters in twin.parameters]
+
+
+def _names_in_all(state: State, parameters: list[torch.nn.Parameter]) -> frozenset[str]:
+    names = [frozenset(state[parameter]) if parameter in state else frozenset() for parameter in parameters]
+    return frozenset.intersection(*names) if names else frozenset()
 
 
 def _is_same_when_cut(twin: _Twin, whole: _Twin, target: int, cut: Cut) -> bool:

@@ -85,11 +85,6 @@ class StateAtRest:
             for name, value in state.get(subject.parameter, {}).items()
             if self._is_stranger(subject, name, value)
         ]
-        occupied = {h.tensor.untyped_storage()._cdata for named in self.homes.values() for h in named.values()}
-        strangers = [  # somebody may have exchanged state between parameters: copy before a home is overwritten
-            (subject, name, value.clone() if value.untyped_storage()._cdata in occupied else value)
-            for subject, name, value in strangers
-        ]
         wanted = []
         for subject, name, value in strangers:
             home, layout = self.get(subject.parameter, name), home_layout(value, subject)
@@ -104,6 +99,14 @@ class StateAtRest:
             state[subject.parameter][name] = home.tensor
         if strangers:
             self.forget_layouts()
+
+    def untangle(self, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
+        """Copy state that somebody has moved between parameters, before ``adopt`` overwrites its old home."""
+        occupied = {h.tensor.untyped_storage()._cdata for named in self.homes.values() for h in named.values()}
+        for subject in subjects:
+            for name, value in state.get(subject.parameter, {}).items():
+                if self._is_stranger(subject, name, value) and value.untyped_storage()._cdata in occupied:
+                    state[subject.parameter][name] = value.clone()
 
     def evacuate(self, subject: Subject, state: Entries) -> None:
         """Give up homes in which the parameter could not be cut as it may be now; ``adopt`` finds new ones."""

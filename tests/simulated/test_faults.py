@@ -128,6 +128,61 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(bad: Any, words: str) ->
         optimizer.step()
 
 
+def test_a_state_dict_that_cannot_be_planned_changes_nothing() -> None:
+    with SimulatedDevice(schedule="eager") as device:
+        weights = weights_on(device)
+        optimizer = sidestep.offload(torch.optim.AdamW(weights, lr=0.1), PLACEMENT, chunk_bytes=8192)
+        set_gradients(weights)
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict())
+        bad = copy.deepcopy(before)
+        bad["param_groups"][0]["amsgrad"] = True  # three moments of 1,024 elements do not fit a chunk
+        with pytest.raises(StateDictError, match="does not take the state dict"):
+            optimizer.load_state_dict(bad)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for index, entries in before["state"].items():
+            assert all(torch.equal(after["state"][index][name], value) for name, value in entries.items())
+        optimizer.step()
+
+
+def test_state_exchanged_between_parameters_in_different_chunks() -> None:
+    results = []
+    for wrap in (False, True):
+        with SimulatedDevice(schedule="random") as device:
+            weights = weights_on(device)[:2]
+            optimizer: Any = torch.optim.AdamW(weights, lr=0.1)
+            if wrap:
+                optimizer = sidestep.offload(optimizer, PLACEMENT, chunk_bytes=16384)
+            for step in range(4):
+                for index, weight in enumerate(weights):
+                    weight.grad = torch.full_like(weight, 1.0 + step * index)
+                optimizer.step()
+                one, two = (optimizer.state[weight] for weight in weights)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    one[name], two[name] = two[name], one[name]
+            results.append([weight.detach().cpu() for weight in weights])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_failed_copies_of_large_chunks_leave_no_memory_behind(slots: int) -> None:
+    with SimulatedDevice(schedule="random") as device:
+        weights = [torch.nn.Parameter(torch.randn(96, 128).to(device.address)) for _ in range(4)]
+        optimizer = sidestep.offload(torch.optim.Muon(weights), chunk_bytes=16384, slots=slots)
+        set_gradients(weights)
+        optimizer.step()
+        for _ in range(3):
+            device.fail_copy(1)
+            with pytest.raises(RuntimeError, match="told to fail"):
+                optimizer.step()
+            optimizer.synchronize()
+            assert optimizer.report().device_bytes["staging"].now == 0
+        optimizer.step()
+        optimizer.synchronize()
+        assert device.ledger.now("staging") == 0
+
+
 def test_loading_takes_no_more_host_memory_than_the_state_at_rest() -> None:
     with SimulatedDevice(schedule="eager") as device:
         weights = weights_on(device)

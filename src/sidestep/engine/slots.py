@@ -114,8 +114,14 @@ class Ring:
                 self._begin_next()
 
     def _may_begin_early(self) -> bool:
-        """Only one irregular chunk at a time, or the ring would take as much memory as several of them."""
-        return self._is_regular(self._upcoming[0][1]) or not any(slot.is_irregular for slot in self._filling)
+        """Only one chunk beyond the ring's size at a time, or it would take as much memory as several of them."""
+        return not self._is_large(*self._upcoming[0]) or not any(
+            self._is_large(slot.chunk, slot.layout) for slot in self._filling if slot.chunk and slot.layout
+        )
+
+    def _is_large(self, chunk: Chunk, layout: ChunkLayout) -> bool:
+        """Whether the chunk's state is larger than a slot, or will be when it is made."""
+        return max(chunk.state_bytes, layout.byte_count) > self.chunk_bytes
 
     def take(self, chunk: Chunk) -> Slot:
         """The chunk's slot. What the current stream does from now on sees the chunk's state in it."""
@@ -141,6 +147,8 @@ class Ring:
         assert slot.chunk is not None
         assert slot.layout is not None
         spans = slot.layout.spans if with_slot else ()
+        if slot.gathered is not None and not with_slot:
+            slot.staging = None  # nothing says when its content has been sent, so the next chunk gets another
         if spans or loose or slot.fetched is not None:
             self._drain(slot, spans, loose)
         slot.chunk, slot.fetched, slot.gathered, self._ready = None, None, None, None
@@ -157,6 +165,9 @@ class Ring:
         self._discard_prefetched()
         if self._ready is not None:  # a step failed: its update may still be at work in the slot
             self._ready.drained = self.device.record(self.device.current_stream())
+            self._ready.staging = None  # nor do we know when its content has been sent
+            if self._ready.is_irregular and self._ready.buffer is not None:
+                self.device.release(self._ready.buffer, self._fetch)
             self._reset(self._ready)
             self._ready = None
         self._free_spent()
@@ -187,13 +198,23 @@ class Ring:
         slot = self._free[0]
         if slot is self._spent:
             self._free_spent()
-        slot.fetched = slot.gathered = None  # of an attempt that failed
-        if layout.spans:
-            self._make_room(slot, layout)
-            self._begin(slot, chunk, layout)
+        try:
+            if layout.spans:
+                self._make_room(slot, layout)
+                self._begin(slot, chunk, layout)
+        except BaseException:
+            self._undo_beginning(slot)
+            raise
         slot.chunk, slot.layout = chunk, layout
         self._upcoming.popleft()
         self._filling.append(self._free.popleft())
+
+    def _undo_beginning(self, slot: Slot) -> None:
+        slot.fetched = slot.gathered = None
+        if slot.is_irregular:
+            slot.drained = self.device.record(self._fetch)  # part of it may be on its way
+            self._spent = slot
+            self._free_spent()
 
     def _begin(self, slot: Slot, chunk: Chunk, layout: ChunkLayout) -> None:
         assert slot.buffer is not None
@@ -234,6 +255,8 @@ class Ring:
     def _make_room(self, slot: Slot, layout: ChunkLayout) -> None:
         if not self._is_regular(layout):
             self._free_spent()
+            for other in self._free:
+                self._free_newborn(other)
             own = self._allocate(slot, layout.byte_count)
             slot.buffer, slot.set_aside, slot.is_irregular = own, slot.buffer, True
         elif slot.buffer is None or slot.buffer.numel() < layout.byte_count:
