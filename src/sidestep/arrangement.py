@@ -66,13 +66,12 @@ class Arrangement:
     # Steps.
 
     def step(self) -> None:
-        """One step of the wrapped optimizer.
+        """One step of the wrapped optimizer; ``check_usable`` comes first.
 
         Raises:
-            BrokenStepError: an earlier step failed half way and no checkpoint was loaded since.
+            BrokenStepError: a host worker failed to move state.
             torch.OutOfMemoryError: the device has no room for a chunk.
         """
-        self.check_usable()
         self.prepare()
         chunks, idle_groups = self._due()
         step = Step(self.optimizer, chunks, idle_groups, self.rings, self.at_rest)
@@ -160,16 +159,14 @@ class Arrangement:
         for group in self.optimizer.param_groups:
             structure.append(len(group["params"]))
             for parameter in group["params"]:
-                gradient = parameter.grad
+                gradient, address = parameter.grad, parameter.device
                 is_odd = False
                 if gradient is not None:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
-                    gradient_bytes[parameter.device] += 0 if is_odd else gradient.nbytes
+                    gradient_bytes[address] += 0 if is_odd else gradient.nbytes
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
                 is_contiguous = parameter.is_contiguous()
-                structure.append(
-                    (id(parameter), parameter.dtype, parameter.shape, parameter.device, is_contiguous, is_whole)
-                )
+                structure.append((id(parameter), parameter.dtype, parameter.shape, address, is_contiguous, is_whole))
                 if is_odd:
                     self._must_stay_whole.add(parameter)
         self.note_peak("gradients", sum(n for address, n in gradient_bytes.items() if device_at(address) is not None))

@@ -153,8 +153,7 @@ class Ring:
             self._drain(slot, spans, loose)
         slot.chunk, slot.fetched, slot.gathered, self._ready = None, None, None, None
         self._free.append(slot)
-        if slot.is_irregular:
-            self._spent = slot
+        self._retire_irregular(slot)
 
     def land(self) -> None:
         """Block the host until all state is at rest, and forget what was prefetched."""
@@ -213,8 +212,7 @@ class Ring:
         slot.fetched = slot.gathered = None
         if slot.is_irregular:
             slot.drained = self.device.record(self._fetch)  # part of it may be on its way
-            self._spent = slot
-            self._free_spent()
+            self._retire_irregular(slot)
 
     def _begin(self, slot: Slot, chunk: Chunk, layout: ChunkLayout) -> None:
         assert slot.buffer is not None
@@ -282,15 +280,17 @@ class Ring:
         """
         slot, self._spent = self._spent, None
         if slot is not None:
-            self._wait(slot.buffer_stream, slot.drained, sites.UPDATE_WAITS_IRREGULAR_DRAINED)
-            self._end_irregular(slot)
-
-    def _end_irregular(self, slot: Slot) -> None:
-        if slot.is_irregular:
             assert slot.buffer is not None
+            self._wait(slot.buffer_stream, slot.drained, sites.UPDATE_WAITS_IRREGULAR_DRAINED)
             self._traffic.add_staging(-slot.buffer.numel())
             slot.buffer, slot.set_aside, slot.is_irregular = slot.set_aside, None, False
             slot.forget_views()
+
+    def _retire_irregular(self, slot: Slot) -> None:
+        """The slot's chunk is over: if it had memory of its own, that goes back once it is drained."""
+        if slot.is_irregular:
+            self._free_spent()
+            self._spent = slot
 
     def _make_staging(self, slot: Slot, byte_count: int) -> None:
         if self._worker is None:
@@ -351,9 +351,7 @@ class Ring:
     def _reset(self, slot: Slot) -> None:
         slot.chunk, slot.fetched, slot.gathered = None, None, None
         self._free.appendleft(slot)
-        if slot.is_irregular:
-            self._free_spent()
-            self._spent = slot
+        self._retire_irregular(slot)
 
     # Small words.
 
