@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, UnsupportedOptimizerError
+from sidestep.leaves import put, tensor_at, tensors_of
 from sidestep.placement import Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
 from sidestep.step import Step
-from sidestep.wrapped import Group, State, parameters_of
+from sidestep.twins import CUT_ELEMENTS
+from sidestep.wrapped import Group, State, Update, own_update, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Arrangement:
         self._planned: list[Any] | None = None
         self._must_stay_whole: set[torch.nn.Parameter] = set()
         self._is_edited = True
+        self._calls_closure_first: bool | None = None
+        self._reaches: dict[tuple[Any, ...], probe.Reach] = {}
         self._signatures: list[tuple[Any, ...]] = []
         self._seen: list[Any] = []
         self._seen_values: list[list[Any]] = []
@@ -65,26 +69,56 @@ class Arrangement:
 
     # Steps.
 
-    def step(self) -> None:
-        """One step of the wrapped optimizer; ``check_usable`` comes first.
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One step of the wrapped optimizer; ``check_usable`` comes first. Each chunk's update gets ``closure``.
 
         Raises:
             BrokenStepError: a host worker failed to move state.
             torch.OutOfMemoryError: the device has no room for a chunk.
         """
         self.prepare()
-        chunks, idle_groups = self._due()
-        step = Step(self.optimizer, chunks, idle_groups, self.rings, self.at_rest)
-        try:
-            step.run()
-        except BaseException as error:
-            self._recover(step, error)
-            raise
+        self._run(own_update(type(self.optimizer), closure), self._due())
         self.steps += 1
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
             self.note_peak("parameters", bytes_of(self.device_parameters()))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the wrapped optimizer: chunk by chunk if its numbers allow that, else at once.
+
+        At once means with all state on the device for as long as it takes. Raises as ``step``, and what it raises.
+        """
+
+        def method(optimizer: torch.optim.Optimizer) -> Any:
+            return getattr(optimizer, name)(*args, **kwargs)
+
+        self.prepare()
+        case = (name, *map(_sort_of, args), *map(_sort_of, kwargs.items()), *self._signatures)
+        if case not in self._reaches:
+            self._reaches[case] = probe.reach_of(self.optimizer, method, self.cuttings)
+        reach = self._reaches[case]
+        if reach is probe.Reach.NOTHING:
+            return method(self.optimizer)
+        if reach is probe.Reach.CHUNKS:
+            return self._run(method, self.chunks)
+        self.bring_to_device()
+        try:
+            return method(self.optimizer)
+        finally:
+            self.forget_plan()
+            self.prepare()
+
+    def _run(self, update: Update, chunks: list[Chunk]) -> Any:
+        busy = {group for chunk in chunks for group in chunk.groups}
+        idle_groups = [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
+        step = Step(self.optimizer, update, chunks, idle_groups, self.rings, self.at_rest)
+        try:
+            step.run()
+        except BaseException as error:
+            self._recover(step, error)
+            raise
+        return step.result
 
     def _recover(self, step: Step, error: BaseException) -> None:
         if (step.has_changed and not step.is_complete) or isinstance(error, BrokenStepError):
@@ -100,22 +134,52 @@ class Arrangement:
                 " optimizer state no longer belong together: load a checkpoint of the model and of this optimizer"
             ) from self.broken_by
 
+    def refuse_capture(self) -> None:
+        """Raise while a CUDA graph is being recorded: a replay would use addresses that are long somebody else's."""
+        addresses = {group["params"][0].device for group in self.optimizer.param_groups if group["params"]}
+        if any(device is not None and device.is_capturing() for device in map(device_at, addresses)):
+            raise UnsupportedOptimizerError(
+                "this step is under the capture of a CUDA graph, and an offloaded step cannot be captured: it moves"
+                " state to and from the host, to other addresses each time. Nothing was changed. Capture forward and"
+                " backward only, and call optimizer.synchronize() before that"
+            )
+
+    def check_closure(self) -> None:
+        """Raise if the optimizer evaluates its closure anywhere but at the start of its step."""
+        if self._calls_closure_first is None:
+            self._calls_closure_first = probe.calls_closure_first(self.optimizer)
+        if not self._calls_closure_first:
+            raise UnsupportedOptimizerError(
+                f"{type(self.optimizer).__name__}.step() evaluates its closure after it has changed parameters, or more"
+                " than once: all state would have to be on the device meanwhile. Nothing was changed. Call step()"
+                " without a closure if the optimizer allows that, or train it without sidestep.offload"
+            )
+
     def prepare(self) -> None:
         """Make chunks, rings and homes true to the groups, parameters and state as they are now."""
         self.plan()
         if self._is_edited:
             self._honour_edits()
             self._is_edited = False
+        if self.at_rest.has_new_homes:
+            self.at_rest.has_new_homes = False
+            if any(self._is_overfull(chunk) for chunk in self.chunks):
+                self.forget_plan()
+                self.prepare()
 
-    def _due(self) -> tuple[list[Chunk], list[int]]:
-        """The chunks that have a gradient, or share values with others, and the groups that have no such chunk."""
-        due = [
+    def _is_overfull(self, chunk: Chunk) -> bool:
+        """Whether the state turned out larger than predicted, so that the chunk should have fewer pieces."""
+        if chunk.is_coupled or len(chunk.pieces) == 1:
+            return False
+        return self.at_rest.layout(chunk).byte_count > self.chunk_bytes
+
+    def _due(self) -> list[Chunk]:
+        """The chunks that have a gradient, or share values with others."""
+        return [
             chunk
             for chunk in self.chunks
             if chunk.is_coupled or any(piece.parameter.grad is not None for piece in chunk.pieces)
         ]
-        busy = {group for chunk in due for group in chunk.groups}
-        return due, [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
 
     # Planning.
 
@@ -138,19 +202,26 @@ class Arrangement:
         """
         signatures = self._signatures_now(parameters)
         if signatures != self._signatures:
-            self.cuttings = probe.probe(self.optimizer)
-            self._signatures = signatures
+            cuttings = probe.probe(self.optimizer)
+            if cuttings != self.cuttings:
+                self.cuttings = cuttings
+            self._signatures = [probe.signature(*pair) for pair in self._with_counters()]
         return self.cuttings
 
-    def _signatures_now(self, parameters: list[Any] | None) -> list[tuple[Any, ...]]:
+    def _with_counters(self) -> list[tuple[Group, frozenset[str]]]:
         groups = self.optimizer.param_groups
-        values = [[v for k, v in group.items() if k not in probe.UNIMPORTANT] for group in groups]
-        keys = [[*group, isinstance(group.get("lr"), torch.Tensor)] for group in groups]
+        counters = [cutting.counters for cutting in self.cuttings]
+        return list(zip(groups, counters if len(counters) == len(groups) else [frozenset()] * len(groups), strict=True))
+
+    def _signatures_now(self, parameters: list[Any] | None) -> list[tuple[Any, ...]]:
+        groups = self._with_counters()
+        values = [[v for k, v in g.items() if k not in probe.UNIMPORTANT and k not in c] for g, c in groups]
+        keys = [[*group, isinstance(group.get("lr"), torch.Tensor)] for group, _ in groups]
         seen = [parameters, keys, *map(_ids, values)]
         if parameters is not None and seen == self._seen:
             return self._signatures
         self._seen, self._seen_values = seen, values  # the values are held, so that an id stays theirs
-        return [probe.signature(group) for group in groups]
+        return [probe.signature(*pair) for pair in groups]
 
     def _structure(self) -> list[Any]:
         """What the plan depends on, cheap to compare. Parameters are held by the plan, so an id stays theirs."""
@@ -203,6 +274,7 @@ class Arrangement:
                     device_at(parameter.device) is not None,
                     self.cuttings[index],
                     parameter in self._must_stay_whole,
+                    self.at_rest.bytes_of(parameter),
                 )
 
     def names(self) -> dict[torch.nn.Parameter, str]:
@@ -246,13 +318,13 @@ class Arrangement:
         subjects = {subject.parameter: subject for subject in self.subjects}
         for parameter in list(self.at_rest.homes):
             subject = subjects.get(parameter)
-            for name, home in list(self.at_rest.homes[parameter].items()):
-                current = self.optimizer.state.get(parameter, {}).get(name)
+            for key, home in list(self.at_rest.homes[parameter].items()):
+                current = tensor_at(self.optimizer.state.get(parameter), key)
                 if subject is not None and current is home.tensor and not may_rest(current, subject):
-                    self.optimizer.state[parameter][name] = to_device(home, subject.address)
-                    self.at_rest.drop(parameter, name)
+                    put(self.optimizer.state[parameter], {key: to_device(home, subject.address)})
+                    self.at_rest.drop(parameter, key)
                 elif subject is None or current is None:
-                    self.at_rest.drop(parameter, name)
+                    self.at_rest.drop(parameter, key)
             if subject is not None and parameter in self.optimizer.state:
                 self.at_rest.evacuate(subject, self.optimizer.state[parameter])
             if not self.at_rest.homes[parameter]:
@@ -268,14 +340,12 @@ class Arrangement:
     def _honour_edits(self) -> None:
         """Give homes to state that has none, and forget homes whose tensor was removed."""
         state: State = self.optimizer.state
-        for parameter, named in self.at_rest.homes.items():
-            for name in [name for name in named if name not in state.get(parameter, {})]:
-                self.at_rest.drop(parameter, name)
         self.at_rest.untangle(self.subjects, state)
         for chunk in self.chunks:
             if chunk.address is not None:
                 subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)
                 self.at_rest.adopt(self._device(chunk.address), subjects, state)
+        self.at_rest.evict_strangers(state)
 
     def land(self) -> None:
         """Block the host until all state is at rest."""
@@ -292,8 +362,7 @@ class Arrangement:
 
     def resident_state(self) -> list[torch.Tensor]:
         """State tensors that are on a device between steps."""
-        entries = [entries for entries in self.optimizer.state.values() if isinstance(entries, dict)]
-        tensors = [value for named in entries for value in named.values() if isinstance(value, torch.Tensor)]
+        tensors = [tensor for entries in self.optimizer.state.values() for _, tensor in tensors_of(entries)]
         return [tensor for tensor in tensors if device_at(tensor.device) is not None]
 
     def note_peak(self, category: str, byte_count: int) -> int:
@@ -305,19 +374,23 @@ class Arrangement:
         """The smallest ``chunk_bytes`` that works, in bytes."""
         coupled = [chunk.state_bytes for chunk in self.chunks if chunk.is_coupled]
         whole = [subject.state_bytes for subject in self.subjects if not subject.is_sliceable]
-        cut = [subject.bytes_per_element * probe.CUT_ELEMENTS for subject in self.subjects if subject.is_sliceable]
+        cut = [subject.bytes_per_element * CUT_ELEMENTS for subject in self.subjects if subject.is_sliceable]
         return max([*coupled, *whole, *cut], default=1)
 
     def bring_back(self) -> None:
-        """All state back to its parameter's device. If it fails, each tensor is in one place or the other."""
+        """All state back to its parameter's device, for good. If it fails, each tensor is in one place or the other."""
         self.prepare()
+        self.bring_to_device()
+        self.close()
+
+    def bring_to_device(self) -> None:
+        """All state to its parameter's device, until it is edited or planned anew."""
         self.land()
         for parameter in parameters_of(self.optimizer.param_groups):
-            for name, home in list(self.at_rest.homes.get(parameter, {}).items()):
-                if self.optimizer.state[parameter].get(name) is home.tensor:
-                    self.optimizer.state[parameter][name] = to_device(home, parameter.device)
-                self.at_rest.drop(parameter, name)
-        self.close()
+            for key, home in list(self.at_rest.homes.get(parameter, {}).items()):
+                if tensor_at(self.optimizer.state[parameter], key) is home.tensor:
+                    put(self.optimizer.state[parameter], {key: to_device(home, parameter.device)})
+                self.at_rest.drop(parameter, key)
 
     def close(self) -> None:
         """Give back the rings' memory."""
@@ -332,6 +405,14 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
         parts = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
         storages.update({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts})
     return sum(storages.values())
+
+
+def _sort_of(argument: Any) -> str:
+    """An argument as far as it may decide what a method does; the values of tensors are not read."""
+    if isinstance(argument, tuple):
+        return ", ".join(map(_sort_of, argument))
+    is_plain = isinstance(argument, (bool, int, float, str, type(None)))
+    return repr(argument) if is_plain else type(argument).__name__
 
 
 def _ids(values: list[Any]) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 
 from sidestep.errors import CapacityError
 from sidestep.placement import RESIDENT, Placement
-from sidestep.probe import CUT_ELEMENTS, Cut, Cutting
+from sidestep.probe import Cutting
+from sidestep.twins import CUT_ELEMENTS, Cut
 
 MAX_CHUNK_BYTES = 64 * 2**20
 _CHUNKS_WANTED = 16
@@ -35,6 +36,7 @@ class Subject:
     is_on_device: bool
     cutting: Cutting
     is_whole: bool = False  # must not be cut, whatever the optimizer allows
+    bytes_at_rest: int = 0  # what its state takes that is at rest already; it may be more than the probe predicts
 
     @property
     def offloads(self) -> bool:
@@ -56,8 +58,9 @@ class Subject:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes that the state will take in a slot, as predicted."""
-        return sum(aligned(self.parameter.numel() * itemsize) for itemsize in self.itemsizes)
+        """Bytes that the state will take in a slot: as predicted, or more if more of it is there."""
+        predicted = sum(aligned(self.parameter.numel() * itemsize) for itemsize in self.itemsizes)
+        return max(predicted, self.bytes_at_rest) if self.offloads else 0
 
     @functools.cached_property
     def is_sliceable(self) -> bool:

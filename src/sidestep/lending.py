@@ -12,8 +12,9 @@ import torch
 from sidestep.chunks import Chunk, Piece
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
+from sidestep.leaves import Entries, Key, is_compound, tensors_of, tensors_within, with_tensors
 from sidestep.rest import StateAtRest, Wanted, may_rest
-from sidestep.wrapped import Entries, State
+from sidestep.wrapped import State
 
 
 class Lent(NamedTuple):
@@ -26,7 +27,15 @@ class Lent(NamedTuple):
     piece: Piece
     stand_in: torch.nn.Parameter
     own: Entries | None
-    in_slot: dict[str, torch.Tensor]
+    in_slot: dict[Key, torch.Tensor]
+
+
+class Moved(NamedTuple):
+    """A state tensor that the step left where it does not belong."""
+
+    lent: Lent
+    key: Key
+    value: torch.Tensor
 
 
 class Loan:
@@ -36,6 +45,7 @@ class Loan:
         self.chunk = chunk
         self.state: State = defaultdict(dict)
         self.pieces: list[Lent] = []
+        self.compound: list[tuple[Lent, str]] = []  # entries that the step left, of which the tensors inside move
 
     def of_group(self, group: int) -> tuple[list[torch.nn.Parameter], list[str]]:
         """Parameters and their names."""
@@ -48,7 +58,8 @@ class Loan:
         for entries in self.state.values():
             named = entries if isinstance(entries, dict) else {"": entries}
             versions.append(list(named))
-            versions += [v._version if isinstance(v, torch.Tensor) else repr(v) for v in named.values()]
+            versions += [repr(v) for v in named.values() if not isinstance(v, torch.Tensor) and not is_compound(v)]
+            versions += [(key, tensor._version) for key, tensor in tensors_of(named)]
         return versions
 
 
@@ -76,7 +87,7 @@ class Lender:
             else:
                 stand_in = piece.parameter
                 if own is not None:
-                    loan.state[stand_in] = {name: in_slot.get(name, value) for name, value in own.items()}
+                    loan.state[stand_in] = _entries_with(own, in_slot)
             loan.pieces.append(Lent(piece, stand_in, own, in_slot))
         if chunk.is_coupled:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
@@ -92,102 +103,132 @@ class Lender:
 
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.
         """
-        moved: list[tuple[Lent, str, torch.Tensor]] = []
+        moved: list[Moved] = []
         for lent in loan.pieces:
             if lent.piece.is_slice:
                 _take_back_gradient(lent)
             after = loan.state.get(lent.stand_in)
             if after is None or (lent.piece.is_slice and not after):
                 continue
-            moved += self._take_back_entries(lent, after, ring)
+            moved += self._take_back_entries(loan, lent, after, ring)
         if loan.chunk.is_coupled:
             self._state.update({key: value for key, value in loan.state.items() if not _is_parameter(key)})
-        if not moved:
+        if not moved and not loan.compound:
             return [], True
         assert ring is not None
-        return self._settle(moved, loan, slot, ring)
+        settled = self._settle(moved, loan, slot, ring)
+        for lent, name in loan.compound:
+            homes = self._at_rest.homes.get(lent.piece.parameter, {})
+            at_rest = {key: home.tensor for key, home in homes.items() if isinstance(key, tuple)}
+            self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
+        return settled
 
-    def _take_back_entries(self, lent: Lent, after: Entries, ring: Ring | None) -> list[tuple[Lent, str, torch.Tensor]]:
+    def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, ring: Ring | None) -> list[Moved]:
         """Returns the tensors that are not where they belong."""
         piece, _, own, in_slot = lent
         if own is None:
             own = self._state[piece.parameter]
         moved = []
         for name, value in after.items():
-            if value is in_slot.get(name, _MISSING) or value is own.get(name, _MISSING):
+            if value is in_slot.get(name, _MISSING):
                 continue
-            if ring is not None and _may_leave(value, piece, ring):
-                moved.append((lent, name, value))
+            if ring is not None and not piece.is_slice and is_compound(value):
+                own[name] = value
+                loan.compound.append((lent, name))
+                moved += self._take_back_compound(lent, name, value, ring)
+            elif value is own.get(name, _MISSING):
+                continue
+            elif ring is not None and _may_leave(value, piece, ring):
+                moved.append(Moved(lent, name, value))
             elif piece.start == 0:
                 own[name] = value
-                self._at_rest.drop(piece.parameter, name)
+                self._at_rest.drop_entry(piece.parameter, name)
         if len(after) != len(own):
             for name in [name for name in own if name not in after]:
                 del own[name]
-                self._at_rest.drop(piece.parameter, name)
+                self._at_rest.drop_entry(piece.parameter, name)
         return moved
 
-    def _settle(
-        self, moved: list[tuple[Lent, str, torch.Tensor]], loan: Loan, slot: Slot, ring: Ring
-    ) -> tuple[list[Loose], bool]:
+    def _take_back_compound(self, lent: Lent, name: str, value: Any, ring: Ring) -> list[Moved]:
+        """Returns the tensors inside that are not where they belong."""
+        inside = dict(tensors_within(name, value))
+        in_place = {key for key, tensor in inside.items() if tensor is lent.in_slot.get(key)}
+        leaving = [
+            Moved(lent, key, tensor)
+            for key, tensor in inside.items()
+            if key not in in_place and _may_leave(tensor, lent.piece, ring)
+        ]
+        self._at_rest.drop_entry(lent.piece.parameter, name, but={*in_place, *(moved.key for moved in leaving)})
+        return leaving
+
+    def _settle(self, moved: list[Moved], loan: Loan, slot: Slot, ring: Ring) -> tuple[list[Loose], bool]:
         """Find homes for the tensors that the step made or replaced, and choose how the chunk's state goes there."""
-        moved = [(lent, name, _apart_from(slot, value)) for lent, name, value in moved]
+        moved = [Moved(lent, key, _apart_from(slot, value)) for lent, key, value in moved]
         self._make_homes(moved, ring)
-        for lent, name, value in moved:
-            loan.state[lent.stand_in][name] = value
-            home = self._at_rest.homes[lent.piece.parameter][name]
-            self._state[lent.piece.parameter][name] = home.tensor
+        for lent, key, _ in moved:
+            home = self._at_rest.homes[lent.piece.parameter][key]
+            if not isinstance(key, tuple):
+                self._state[lent.piece.parameter][key] = home.tensor
             self._at_rest.fill(home)
         assert slot.layout is not None
         if not all(
-            placed.home is self._at_rest.get(piece.parameter, name)
-            for piece, named in slot.layout.tensors.items()
-            for name, placed in named.items()
+            placed.home is self._at_rest.get(piece.parameter, key)
+            for piece, placed_tensors in slot.layout.tensors.items()
+            for key, placed in placed_tensors.items()
         ):  # some of the slot's bytes belong nowhere now, so each tensor goes alone
-            return [self._loose(lent, name, value) for lent, name, value in self._all_with_homes(loan)], False
+            return [self._loose(*item) for item in self._all_with_homes(loan, moved)], False
         loose = []
-        for lent, name, value in moved:
-            if name in lent.in_slot:
-                lent.in_slot[name].copy_(value)  # a new tensor of the old shape: it goes out with the slot
+        for lent, key, value in moved:
+            if key in lent.in_slot:
+                lent.in_slot[key].copy_(value)  # a new tensor of the old shape: it goes out with the slot
             else:
-                loose.append(self._loose(lent, name, value))
+                loose.append(self._loose(lent, key, value))
         return loose, True
 
-    def _all_with_homes(self, loan: Loan) -> Iterator[tuple[Lent, str, torch.Tensor]]:
+    def _all_with_homes(self, loan: Loan, moved: list[Moved]) -> Iterator[Moved]:
+        instead = {(lent.piece, key): value for lent, key, value in moved}
         for lent in loan.pieces:
-            for name, value in loan.state.get(lent.stand_in, _NOTHING).items():
-                if self._at_rest.get(lent.piece.parameter, name) is not None:
-                    yield lent, name, value
+            for key, value in tensors_of(loan.state.get(lent.stand_in)):
+                if self._at_rest.get(lent.piece.parameter, key) is not None:
+                    yield Moved(lent, key, instead.get((lent.piece, key), value))
 
-    def _loose(self, lent: Lent, name: str, value: torch.Tensor) -> Loose:
+    def _loose(self, lent: Lent, key: Key, value: torch.Tensor) -> Loose:
         piece = lent.piece
-        home = self._at_rest.homes[piece.parameter][name]
+        home = self._at_rest.homes[piece.parameter][key]
         itemsize = home.layout.dtype.itemsize
         if piece.is_slice:
             return Loose(value, home.bytes(piece.start * itemsize, piece.stop * itemsize))
         return Loose(value, home.bytes())
 
-    def _make_homes(self, moved: list[tuple[Lent, str, torch.Tensor]], ring: Ring) -> None:
+    def _make_homes(self, moved: list[Moved], ring: Ring) -> None:
         wanted = []
-        for lent, name, value in moved:
+        for lent, key, value in moved:
             parameter = lent.piece.parameter
             layout = TensorLayout.of(value)
             if lent.piece.is_slice:
                 layout = TensorLayout.contiguous(value.dtype, parameter.shape)
-            home = self._at_rest.get(parameter, name)
+            home = self._at_rest.get(parameter, key)
             if home is None or home.layout != layout:
-                wanted.append(Wanted(parameter, name, layout))
+                wanted.append(Wanted(parameter, key, layout))
         if wanted:
             self._at_rest.make(ring.device, wanted)
 
 
-_NOTHING: dict[str, torch.Tensor] = {}
+_NOTHING: dict[Any, torch.Tensor] = {}
 _MISSING = object()
 
 
 def _is_parameter(key: Any) -> bool:
     """Whether a key of the optimizer's state is a parameter; some optimizers keep state of their own under names."""
     return isinstance(key, torch.Tensor)
+
+
+def _entries_with(own: Entries, in_slot: dict[Key, torch.Tensor]) -> Entries:
+    """A parameter's state with the tensors that are in the slot."""
+    entries = {name: in_slot.get(name, value) for name, value in own.items()}
+    for name in {key[0] for key in in_slot if isinstance(key, tuple)}:
+        entries[name] = with_tensors(name, own[name], in_slot)
+    return entries
 
 
 def _slice_of(piece: Piece) -> torch.nn.Parameter:

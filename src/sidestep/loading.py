@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from sidestep.chunks import Subject
 from sidestep.errors import StateDictError
+from sidestep.leaves import Entries, is_compound, tensors_within, with_tensors
 from sidestep.probe import Cutting, signature
 from sidestep.rest import may_rest
-from sidestep.wrapped import Entries, State
+from sidestep.wrapped import Group, State
 
 if TYPE_CHECKING:
     from sidestep.arrangement import Arrangement
@@ -45,16 +46,18 @@ def check_fits(state_dict: Any, arrangement: Arrangement) -> None:
             f"the state dict has state for parameter {strangers[0]}, which is in none of its groups. Nothing was loaded"
         )
     names = arrangement.names()
-    has_same_settings = _has_same_settings(groups, saved)
+    has_same_settings = _has_same_settings(groups, saved, arrangement.cuttings_now())
     for parameter, entries, cutting in _matched(state_dict, arrangement):
         own = arrangement.optimizer.state.get(parameter, {})
         _check_entries(names[parameter], parameter, entries, own, cutting, has_same_settings=has_same_settings)
 
 
-def _has_same_settings(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
+def _has_same_settings(groups: list[Group], saved: list[Group], cuttings: list[Cutting]) -> bool:
     """Whether the saved state must have the names that ours has: loading replaces settings, such as ``amsgrad``."""
-    pairs = zip(groups, saved, strict=True)
-    return all(signature(group) == signature({**theirs, "params": group["params"]}) for group, theirs in pairs)
+    return all(
+        signature(group, cutting.counters) == signature({**theirs, "params": group["params"]}, cutting.counters)
+        for group, theirs, cutting in zip(groups, saved, cuttings, strict=True)
+    )
 
 
 def _check_form(state_dict: Any) -> None:
@@ -145,7 +148,7 @@ def _merge(loaded: list[tuple[torch.nn.Parameter, Entries, Cutting]], arrangemen
             key: value.cpu() if key in cutting.host_scalars and isinstance(value, torch.Tensor) else value
             for key, value in optimizer.state[parameter].items()
         }
-        arrays = {key: _near(value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
+        arrays = {key: _near(key, value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
         merged[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
     optimizer.state.update(merged)
 
@@ -161,9 +164,15 @@ def _load_plain(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def _is_array(value: Any) -> bool:
+    """Whether it is, or has within, more than scalars."""
+    if is_compound(value):
+        return any(tensor.ndim > 0 for _, tensor in tensors_within("", value))
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _near(value: torch.Tensor, subject: Subject) -> torch.Tensor:
+def _near(name: str, value: Any, subject: Subject) -> Any:
     """State that is not offloaded goes to its parameter's device; other state is on its way to its home."""
+    if is_compound(value):
+        near = {key: _near(name, tensor, subject) for key, tensor in tensors_within(name, value)}
+        return with_tensors(name, value, near)
     return value if may_rest(value, subject) else value.to(subject.address)

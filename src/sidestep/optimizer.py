@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +125,11 @@ def _check_optimizer(optimizer: Any) -> None:
             "LBFGS cannot be offloaded: it evaluates the model several times inside one step, and its state is one"
             " history over all parameters at once, so there is nothing to move chunk by chunk"
         )
+    if _needs_closure(optimizer):
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}.step() needs a closure, to evaluate the model in the middle of its update: all"
+            " state would have to be on the device meanwhile, so that offloading it would save nothing"
+        )
     if not any(group["params"] for group in optimizer.param_groups):
         raise UnsupportedOptimizerError("this optimizer has no parameters, so there is nothing to offload")
     for index, group in enumerate(optimizer.param_groups):
@@ -129,6 +137,11 @@ def _check_optimizer(optimizer: Any) -> None:
             raise UnsupportedOptimizerError(
                 f"group {index} has a parameter twice, so that a step would update it twice"
             )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    return any(parameter.default is parameter.empty and parameter.name == "closure" for parameter in parameters)
 
 
 class OffloadOptimizer(Optimizer):
@@ -199,7 +212,16 @@ class OffloadOptimizer(Optimizer):
         if original is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(original, name)
-        return _not_yet(original, name) if isinstance(value, types.MethodType) else value
+        is_method = isinstance(value, types.MethodType) and value.__self__ is original
+        return functools.partial(self._call_method, name) if is_method else value
+
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that only the wrapped class has, such as schedule-free's ``train`` and ``eval``."""
+        self._require_live()
+        self._arrangement.check_usable()
+        self._collect_own_policies()
+        with _outside_inference_mode():
+            return self._arrangement.call(name, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"OffloadOptimizer of {self._original!r}"
@@ -214,6 +236,7 @@ class OffloadOptimizer(Optimizer):
 
     # Stepping.
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # streams, events and host memory are not for tracing
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer. The work is enqueued on return, as with any optimizer on a device.
 
@@ -224,20 +247,24 @@ class OffloadOptimizer(Optimizer):
             torch.OutOfMemoryError: with a report of who holds what, and what to try next.
             BrokenStepError: an earlier step failed half way.
             CapacityError: ``chunk_bytes`` is too small for this model; the message says the least that works.
-            UnsupportedOptimizerError: a sparse gradient, and an optimizer that does not take one.
+            UnsupportedOptimizerError: a sparse gradient, and an optimizer that does not take one; a closure, and an
+                optimizer that evaluates it in the middle of its update; the capture of a CUDA graph.
             PlacementError: a group's ``"offload"`` key makes no sense.
         """
         self._require_live()
         self._arrangement.check_usable()
+        self._arrangement.refuse_capture()
         loss = None
         if closure is not None:
+            self._arrangement.check_closure()
             with torch.enable_grad():
                 loss = closure()
         self._collect_own_policies()
         lent: dict[str, Any] = {n: vars(self)[n] for n in ("grad_scale", "found_inf") if n in vars(self)}
         vars(self._original).update(lent)
         try:
-            self._arrangement.step()
+            with _outside_inference_mode():
+                self._arrangement.step(None if closure is None else lambda: loss)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
         finally:
@@ -360,16 +387,14 @@ class OffloadOptimizer(Optimizer):
         self._set_up()
 
 
-def _not_yet(optimizer: Optimizer, name: str) -> Callable[..., Any]:
-    """In the place of a method that only the wrapped optimizer has."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotYetError(
-            f"{type(optimizer).__name__}.{name}() is not built yet for an offloaded optimizer: it may touch state that"
-            " rests on the host. Call restore(), then the method, then offload again"
-        )
-
-    return refuse
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Tensors made in inference mode could not be updated outside of it; gradients stay off."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 _REFUSED = ("step", "state_dict", "load_state_dict", "add_param_group")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
-from sidestep.probe import Cut
+from sidestep.twins import Cut
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from sidestep.chunks import Chunk, Piece, Subject, aligned
 from sidestep.engine.device import Device
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, is_dense, memory_of
-from sidestep.wrapped import Entries
+from sidestep.leaves import PLAIN_TENSORS, Entries, Key, put, tensor_at, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +20,19 @@ class Wanted:
     """A home that a state tensor of ``parameter`` needs."""
 
     parameter: torch.nn.Parameter
-    name: str
+    key: Key
     layout: TensorLayout
 
 
 class StateAtRest:
-    """The homes of all offloaded state tensors, by parameter and name."""
+    """The homes of all offloaded state tensors, by parameter and key (``leaves`` says what a key is)."""
 
     def __init__(self, store: HostStore) -> None:
-        self.homes: dict[torch.nn.Parameter, dict[str, Home]] = {}
+        self.homes: dict[torch.nn.Parameter, dict[Key, Home]] = {}
         self._store = store
         self._layouts: dict[Chunk, ChunkLayout] = {}
         self._filling: list[Home] = []
+        self.has_new_homes = False  # set here, reset by whoever has looked at how large the chunks are now
 
     def layout(self, chunk: Chunk) -> ChunkLayout:
         """How the chunk's state lies in a slot: each tensor aligned, neighbours in a slab in one span."""
@@ -51,13 +52,13 @@ class StateAtRest:
             end = offsets[-1] + item.layout.byte_count
         slab = self._store.allocate(device, end)
         for item, offset in zip(wanted, offsets, strict=True):
-            self.drop(item.parameter, item.name)
+            self.drop(item.parameter, item.key)
             home = Home(slab, offset, item.layout, slab.tensor(offset, item.layout))
-            self.homes.setdefault(item.parameter, {})[item.name] = home
+            self.homes.setdefault(item.parameter, {})[item.key] = home
 
-    def get(self, parameter: torch.nn.Parameter, name: str) -> Home | None:
+    def get(self, parameter: torch.nn.Parameter, key: Key) -> Home | None:
         """The home of this state tensor, if it has one."""
-        return self.homes.get(parameter, {}).get(name)
+        return self.homes.get(parameter, {}).get(key)
 
     def fill(self, home: Home) -> None:
         """The home's content is on its way; it can be fetched from after ``finish``."""
@@ -70,63 +71,81 @@ class StateAtRest:
             for home in self._filling:
                 home.is_filled = True
             self._filling.clear()
+            self.has_new_homes = True
             self.forget_layouts()
 
-    def drop(self, parameter: torch.nn.Parameter, name: str) -> None:
+    def drop(self, parameter: torch.nn.Parameter, key: Key) -> None:
         """The state tensor has no home any more."""
-        if self.homes.get(parameter, {}).pop(name, None) is not None:
+        if self.homes.get(parameter, {}).pop(key, None) is not None:
             self.forget_layouts()
+
+    def drop_entry(self, parameter: torch.nn.Parameter, name: str, but: Collection[Key] = ()) -> None:
+        """Neither the entry nor any tensor in it has a home any more, ``but`` those under these keys."""
+        for key in list(self.homes.get(parameter, {})):
+            if name == (key[0] if isinstance(key, tuple) else key) and key not in but:
+                self.drop(parameter, key)
+
+    def bytes_of(self, parameter: torch.nn.Parameter) -> int:
+        """Bytes that the parameter's state at rest takes in a slot."""
+        return sum(aligned(home.layout.byte_count) for home in self.homes.get(parameter, {}).values())
 
     def adopt(self, device: Device, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
         """Move state that somebody has loaded, made or put there, and that may rest, into homes. Blocks."""
         strangers = [
-            (subject, name, value)
+            (subject, key, value)
             for subject in subjects
-            for name, value in state.get(subject.parameter, {}).items()
-            if self._is_stranger(subject, name, value)
+            for key, value in tensors_of(state.get(subject.parameter))
+            if self._is_stranger(subject, key, value)
         ]
         wanted = []
-        for subject, name, value in strangers:
-            home, layout = self.get(subject.parameter, name), home_layout(value, subject)
+        for subject, key, value in strangers:
+            home, layout = self.get(subject.parameter, key), home_layout(value, subject)
             if home is None or home.layout != layout:
-                wanted.append(Wanted(subject.parameter, name, layout))
+                wanted.append(Wanted(subject.parameter, key, layout))
         if wanted:
             self.make(device, wanted)
-        for subject, name, value in strangers:
-            home = self.homes[subject.parameter][name]
+        for subject, key, value in strangers:
+            home = self.homes[subject.parameter][key]
             home.tensor.copy_(value)
             home.is_filled = True
-            state[subject.parameter][name] = home.tensor
+            put(state[subject.parameter], {key: home.tensor})
         if strangers:
+            self.has_new_homes = True
             self.forget_layouts()
 
     def untangle(self, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
         """Copy state that somebody has moved between parameters, before ``adopt`` overwrites its old home."""
         occupied = {h.tensor.untyped_storage()._cdata for named in self.homes.values() for h in named.values()}
         for subject in subjects:
-            for name, value in state.get(subject.parameter, {}).items():
-                if self._is_stranger(subject, name, value) and value.untyped_storage()._cdata in occupied:
-                    state[subject.parameter][name] = value.clone()
+            for key, value in list(tensors_of(state.get(subject.parameter))):
+                if self._is_stranger(subject, key, value) and value.untyped_storage()._cdata in occupied:
+                    put(state[subject.parameter], {key: value.clone()})
 
     def evacuate(self, subject: Subject, state: Entries) -> None:
         """Give up homes in which the parameter could not be cut as it may be now; ``adopt`` finds new ones."""
-        for name, home in list(self.homes.get(subject.parameter, {}).items()):
+        for key, home in list(self.homes.get(subject.parameter, {}).items()):
             if home.layout != home_layout(home.tensor, subject):
-                state[name] = home.tensor.clone()
-                self.drop(subject.parameter, name)
+                put(state, {key: home.tensor.clone()})
+                self.drop(subject.parameter, key)
 
-    def _is_stranger(self, subject: Subject, name: str, value: Any) -> bool:
-        home = self.get(subject.parameter, name)
+    def evict_strangers(self, state: dict[torch.Tensor, Entries]) -> None:
+        """Drop each home whose tensor is not in the state: somebody has taken it out, or put another in its place."""
+        for parameter, homes in self.homes.items():
+            for key in [key for key, home in homes.items() if tensor_at(state.get(parameter), key) is not home.tensor]:
+                self.drop(parameter, key)
+
+    def _is_stranger(self, subject: Subject, key: Key, value: Any) -> bool:
+        home = self.get(subject.parameter, key)
         if home is not None and home.tensor is value:
             return False
         return may_rest(value, subject)
 
     def _lay_out(self, chunk: Chunk) -> ChunkLayout:
         spans: list[Span] = []
-        tensors: dict[Piece, dict[str, Placed]] = {}
+        tensors: dict[Piece, dict[Key, Placed]] = {}
         end = 0
         for piece in chunk.pieces:
-            for name, home in self.homes.get(piece.parameter, {}).items():
+            for key, home in self.homes.get(piece.parameter, {}).items():
                 if not home.is_filled:
                     continue
                 offset, layout, start = aligned(end), home.layout, 0
@@ -134,7 +153,7 @@ class StateAtRest:
                     layout = TensorLayout.contiguous(layout.dtype, torch.Size([piece.elements]))
                     start = piece.start * layout.dtype.itemsize
                 _extend(spans, Span(home.slab, home.offset_bytes + start, offset, layout.byte_count))
-                tensors.setdefault(piece, {})[name] = Placed(offset, layout, home)
+                tensors.setdefault(piece, {})[key] = Placed(offset, layout, home)
                 end = offset + layout.byte_count
         return ChunkLayout(tuple(spans), tensors, end)
 
@@ -168,7 +187,7 @@ def may_rest(value: Any, subject: Subject) -> bool:
         and subject.offloads
         and value.numel() >= subject.placement.min_elements
         and (value.shape == subject.parameter.shape or not subject.is_sliceable)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and type(value) in PLAIN_TENSORS
         and value.layout is torch.strided
         and is_dense(value)
     )
@@ -176,10 +195,9 @@ def may_rest(value: Any, subject: Subject) -> bool:
 
 def bring_near(subject: Subject, entries: Entries) -> None:
     """Move state that is too small to be offloaded to its parameter, wherever that has moved to. Scalars stay."""
-    for name, value in entries.items():
-        is_array = isinstance(value, torch.Tensor) and value.ndim > 0
-        if is_array and value.device != subject.address and not may_rest(value, subject):
-            entries[name] = value.to(subject.address)
+    for key, value in list(tensors_of(entries)):
+        if value.ndim > 0 and value.device != subject.address and not may_rest(value, subject):
+            put(entries, {key: value.to(subject.address)})
 
 
 def to_device(home: Home, address: torch.device) -> torch.Tensor:

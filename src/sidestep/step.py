@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,11 +18,11 @@ from sidestep.chunks import Chunk
 from sidestep.engine.slots import Ring, Slot
 from sidestep.lending import Lender, Loan
 from sidestep.rest import StateAtRest
-from sidestep.wrapped import Group, GroupValues, step_on
+from sidestep.wrapped import Group, GroupValues, Update, run_on
 
 
 class Step:
-    """One step of the wrapped optimizer, made anew for each.
+    """One step of the wrapped optimizer, made anew for each; or a call of another of its methods, made alike.
 
     Attributes:
         has_changed: whether a parameter or its state may have changed; until then the step can be tried again.
@@ -31,13 +32,15 @@ class Step:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        update: Update,
         chunks: Sequence[Chunk],
         idle_groups: Sequence[int],
         rings: dict[torch.device, Ring],
         at_rest: StateAtRest,
     ) -> None:
-        """``chunks`` are those with a gradient; ``idle_groups`` have no gradient at all."""
+        """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk."""
         self._optimizer = optimizer
+        self._update = update
         self._groups: list[Group] = optimizer.param_groups
         self._chunks = chunks
         self._idle_groups = idle_groups
@@ -45,8 +48,14 @@ class Step:
         self._at_rest = at_rest
         self._lender = Lender(optimizer.state, at_rest)
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
+        self._results: list[Any] = []
         self.has_changed = False
         self.is_complete = False
+
+    @property
+    def result(self) -> Any:
+        """What the first call of the update returned."""
+        return self._results[0] if self._results else None
 
     def run(self) -> None:
         """The step. On return all work is enqueued; state is at rest once the rings have landed."""
@@ -65,7 +74,7 @@ class Step:
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
         slot = ring.take(chunk) if ring is not None else Slot()
         loan = self._lender.lend(chunk, slot)
-        self._update(loan)
+        self._update_chunk(loan)
         loose, with_slot = self._lender.take_back(loan, slot, ring)
         if ring is not None:
             ring.evict(slot, loose, with_slot=with_slot)
@@ -74,14 +83,14 @@ class Step:
         for address, ring in self._rings.items():
             ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in self._chunks if chunk.address == address])
 
-    def _update(self, loan: Loan) -> None:
+    def _update_chunk(self, loan: Loan) -> None:
         groups = {index: self._values.lend(index, *loan.of_group(index)) for index in loan.chunk.groups}
         before = {index: dict(group) for index, group in groups.items()}
         marks = None if self.has_changed else loan.marks()
         self.has_changed = True
         try:
-            step_on(self._optimizer, list(groups.values()), loan.state)
-        except Exception:
+            self._results.append(run_on(self._optimizer, self._update, list(groups.values()), loan.state))
+        except BaseException:
             leaves_no_mark = any(group.get("fused") for group in groups.values())
             self.has_changed = leaves_no_mark or marks != loan.marks()
             raise
@@ -93,7 +102,7 @@ class Step:
         if self._idle_groups:
             groups = {index: dict(self._groups[index]) for index in self._idle_groups}
             before = {index: dict(group) for index, group in groups.items()}
-            step_on(self._optimizer, list(groups.values()), defaultdict(dict))
+            self._results.append(run_on(self._optimizer, self._update, list(groups.values()), defaultdict(dict)))
             for index, group in groups.items():
                 self._values.take_back(index, group, before[index])
 

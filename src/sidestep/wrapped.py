@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from sidestep.leaves import Entries
+
 Group = dict[str, Any]
-Entries = dict[str, Any]
 State = dict[torch.Tensor, Entries]
+Update: TypeAlias = Callable[[torch.optim.Optimizer], Any]
+"""What is called on an optimizer: its step, or another of its methods."""
 
 
-def step_on(optimizer: torch.optim.Optimizer, groups: list[Group], state: State) -> None:
-    """Run the optimizer's own update as if ``groups`` and ``state`` were all it had. Fires no hooks."""
+def run_on(optimizer: torch.optim.Optimizer, update: Update, groups: list[Group], state: State) -> Any:
+    """Run ``update(optimizer)`` as if ``groups`` and ``state`` were all the optimizer had. Fires no step hooks."""
     attributes = vars(optimizer)
-    whole = {name: attributes[name] for name in ("param_groups", "state", *_STEP_HOOKS) if name in attributes}
+    whole = whole_of(optimizer)
     attributes.update(dict.fromkeys(_STEP_HOOKS, _NO_HOOKS), param_groups=groups, state=state)
     try:
-        _update_of(type(optimizer))(optimizer)
+        return update(optimizer)
     finally:
         attributes.update(whole)
+
+
+def whole_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that ``run_on`` replaces for as long as it runs."""
+    attributes = vars(optimizer)
+    return {name: attributes[name] for name in ("param_groups", "state", *_STEP_HOOKS) if name in attributes}
 
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NO_HOOKS: dict[int, Any] = {}  # a class that calls its parent's step would fire them there
 
 
-def _update_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+def own_update(kind: type[torch.optim.Optimizer], closure: Callable[[], Any] | None = None) -> Update:
     """The class's ``step`` without the layer with which torch fires step hooks and profiles."""
     step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return step if closure is None else functools.partial(step, closure=closure)
 
 
 class GroupValues:

@@ -17,7 +17,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the inside out: each layer may import itself and the layers above it in this list.
 LAYERS = [
     {"errors"},
-    {"placement", "wrapped"},
+    {"placement", "leaves"},
+    {"wrapped"},
+    {"twins"},
     {"probe"},
     {"chunks"},
     {"engine"},

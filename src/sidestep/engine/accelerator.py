@@ -75,6 +75,9 @@ class Accelerator:
     def pin(self, byte_count: int) -> torch.Tensor:
         return self._register(byte_count) if self.address.type == "cuda" else self._pin_by_torch(byte_count)
 
+    def is_capturing(self) -> bool:
+        return self.address.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def memory(self) -> DeviceMemory:
         backend = getattr(torch, self.address.type)
         return DeviceMemory(backend.memory_allocated(self.address), backend.max_memory_allocated(self.address))

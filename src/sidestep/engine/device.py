@@ -82,6 +82,9 @@ class Device(Protocol):
             PinError: the driver refused.
         """
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work is being recorded, as a CUDA graph, instead of done."""
+
     def memory(self) -> DeviceMemory:
         """What is allocated on the device, by anybody, now and at peak."""
 

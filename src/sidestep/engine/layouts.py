@@ -9,6 +9,7 @@ import torch
 
 from sidestep.chunks import Piece
 from sidestep.engine.stores import Slab, TensorLayout
+from sidestep.leaves import Key
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,17 +61,15 @@ class ChunkLayout:
     """How a chunk's state at rest lies in a slot. Empty where it has none yet."""
 
     spans: tuple[Span, ...]
-    tensors: dict[Piece, dict[str, Placed]]
+    tensors: dict[Piece, dict[Key, Placed]]
     byte_count: int
 
-    def views_of(self, buffer: torch.Tensor) -> dict[Piece, dict[str, torch.Tensor]]:
-        """The state tensors in a slot's buffer, by piece and name."""
+    def views_of(self, buffer: torch.Tensor) -> dict[Piece, dict[Key, torch.Tensor]]:
+        """The state tensors in a slot's buffer, by piece and key."""
         return {
             piece: {
-                name: placed.layout.view_of(
-                    buffer[placed.offset_bytes : placed.offset_bytes + placed.layout.byte_count]
-                )
-                for name, placed in named.items()
+                key: placed.layout.view_of(buffer[placed.offset_bytes : placed.offset_bytes + placed.layout.byte_count])
+                for key, placed in placed_tensors.items()
             }
-            for piece, named in self.tensors.items()
+            for piece, placed_tensors in self.tensors.items()
         }

@@ -23,8 +23,9 @@ from sidestep.engine.layouts import ChunkLayout, Span
 from sidestep.engine.stores import HostStore, memory_of
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError
+from sidestep.leaves import Key
 
-_Views: TypeAlias = "weakref.WeakKeyDictionary[ChunkLayout, dict[Piece, dict[str, torch.Tensor]]]"
+_Views: TypeAlias = "weakref.WeakKeyDictionary[ChunkLayout, dict[Piece, dict[Key, torch.Tensor]]]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Slot:
         self._views: _Views = weakref.WeakKeyDictionary()
         self._viewed: torch.Tensor | None = None
 
-    def views(self) -> dict[Piece, dict[str, torch.Tensor]]:
-        """The chunk's state tensors, as views of the buffer, by piece and name."""
+    def views(self) -> dict[Piece, dict[Key, torch.Tensor]]:
+        """The chunk's state tensors, as views of the buffer, by piece and key."""
         if self.layout is None or self.buffer is None:
             return {}
         if self._viewed is not self.buffer:

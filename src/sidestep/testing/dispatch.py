@@ -60,8 +60,10 @@ class Call:
 
 
 def store(outputs: Any, results: Any) -> None:
-    """Copy ``results`` to ``outputs``, of the same structure; ``None`` among them is left alone."""
+    """Copy ``results`` to ``outputs``, of the same structure; ``None`` in either is left alone."""
     for output, result in zip(outputs, results, strict=False):
+        if result is None:  # the gradient of something that needs none: a meta kernel does not know that
+            continue
         if isinstance(output, torch.Tensor):
             output.copy_(result)
         elif output is not None:

@@ -221,9 +221,11 @@ def _make_plan(func: Any, traits: Traits, operands: Operands) -> Plan:
 
 
 def _with_cpu_statistics(func: Any, traits: Traits, operands: Operands, layouts: list[Any]) -> list[Any]:
-    """Some kernels keep statistics in another type on the CPU than their meta kernels say, in some torch versions."""
+    """Some kernels keep other statistics on the CPU than their meta kernels say: of another type, or none at all."""
     if func._schema.name == FLASH_ATTENTION and operands.tensors[0].dtype is torch.float64:
         return [layouts[0], dataclasses.replace(layouts[1], dtype=torch.float64), *layouts[2:]]
+    if func._schema.name == "aten::native_batch_norm" and not operands.argument(traits, "training"):
+        return [layouts[0], *(dataclasses.replace(layout, size=(0,), stride=(1,)) for layout in layouts[1:])]
     if func._schema.name not in NORMALISATIONS or operands.tensors[0].dtype not in (torch.bfloat16, torch.float16):
         return layouts
     weight = operands.argument(traits, "weight")

@@ -34,8 +34,8 @@ class SimulatedDevice:
     As a context it gives ``torch.device("cpu", index)`` a life of its own: tensors there are on the device, tensors on
     plain ``"cpu"`` on the host, and every operation on device tensors is deferred in the current stream until
     ``schedule`` picks it or the host synchronizes with it. A missing wait so becomes wrong numbers, and
-    ``SimulatedDevice(schedule, seed)`` makes them again. On exit everything runs to its end, and tensors of the device
-    are left as ordinary CPU tensors.
+    ``SimulatedDevice(schedule, seed)`` makes them again. What ``torch.compile`` has made runs uncompiled. On exit
+    everything runs to its end, and tensors of the device are left as ordinary CPU tensors.
 
     Args:
         schedule: ``"eager"``, ``"lazy"``, ``"starve:<stream>"`` or ``"random"``; see ``streams.Scheduler``.
@@ -70,6 +70,7 @@ class SimulatedDevice:
         self.host_synchronizations = 0
         self._name = f"SimulatedDevice(schedule={schedule!r}, seed={seed})"
         self._faults = Faults(set(deleted_waits))
+        self._is_capturing = False
         self._schedule = schedule
         self._seed = seed
         self._capacity_bytes = capacity_bytes
@@ -101,6 +102,7 @@ class SimulatedDevice:
             labels = self._layers.enter_context(Labels(machine.residences))
             self._layers.enter_context(Interception(machine, labels))
             self._layers.enter_context(Operations(machine))
+            self._layers.enter_context(torch.compiler.set_stance("force_eager"))  # the machine must see each operation
         machine.devices[self.address] = self
         _devices.append(self)
         register(self)
@@ -232,6 +234,19 @@ class SimulatedDevice:
         self._residences.pin(memory, self.allocator.ledger)
         with Beneath():
             return torch.frombuffer(memory, dtype=torch.uint8)[:byte_count]
+
+    def is_capturing(self) -> bool:
+        """Whether the caller is in the context of ``capturing``."""
+        return self._is_capturing
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A context in which a CUDA graph would be recorded: to see who refuses to take part. Nothing is recorded."""
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
 
     def memory(self) -> DeviceMemory:
         """What is allocated now and at peak, as the ledger has it."""

@@ -1,0 +1,114 @@
+"""The tensors of a parameter's state: most entries are one tensor each, some are containers or are made of several.
+
+SOAP keeps a list of preconditioners under one name; an 8-bit moment is one tensor to its optimizer, and in memory a
+tensor of codes and a tensor of scales. What moves are the plain tensors inside, each under a key: the entry's name, or
+for a tensor within an entry a tuple that begins with the name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+Key: TypeAlias = "str | tuple[Any, ...]"
+Entries: TypeAlias = dict[str, Any]
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_SEQUENCES = (list, tuple, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+def is_compound(value: Any) -> bool:
+    """Whether ``value`` is a container, or a tensor that is made of other tensors (``__tensor_flatten__``)."""
+    kind = type(value)
+    if kind in PLAIN_TENSORS:
+        return False
+    return kind in _SEQUENCES or kind in _MAPPINGS or _is_named_tuple(value) or _is_made_of_tensors(value)
+
+
+def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Each tensor of a parameter's state with its key; none if the state is something else than a dictionary."""
+    if not isinstance(entries, dict):
+        return
+    for name, value in entries.items():
+        if type(value) in PLAIN_TENSORS:
+            yield name, value
+        elif is_compound(value):
+            yield from tensors_within(name, value)
+        elif isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def tensors_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Each tensor of a compound entry with its key."""
+    return _within((name,), value)
+
+
+def tensor_at(entries: Any, key: Key) -> torch.Tensor | None:
+    """The tensor under ``key``, if there is one."""
+    if not isinstance(entries, dict):
+        return None
+    if not isinstance(key, tuple):
+        value = entries.get(key)
+        return value if isinstance(value, torch.Tensor) else None
+    value = entries.get(key[0])
+    return dict(_within(key[:1], value)).get(key) if is_compound(value) else None
+
+
+def put(entries: Entries, tensors: Mapping[Key, torch.Tensor]) -> None:
+    """Set the tensors under these keys. A compound entry is replaced by a copy that has them."""
+    compound: dict[Any, None] = {}
+    for key, tensor in tensors.items():
+        if isinstance(key, tuple):
+            compound[key[0]] = None
+        else:
+            entries[key] = tensor
+    for name in compound:
+        entries[name] = with_tensors(name, entries[name], tensors)
+
+
+def with_tensors(name: Any, value: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
+    """A copy of a compound entry in which the tensors under these keys are replaced."""
+    return _rebuilt((name,), value, tensors)
+
+
+def _within(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    for step, item in _items(value):
+        if is_compound(item):
+            yield from _within((*path, step), item)
+        elif isinstance(item, torch.Tensor):
+            yield (*path, step), item
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, torch.Tensor):
+        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return ((name, getattr(value, name)) for name in names)
+    return iter(value.items()) if isinstance(value, dict) else iter(enumerate(value))
+
+
+def _rebuilt(path: tuple[Any, ...], value: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
+    if not is_compound(value):
+        return tensors.get(path, value)
+    items = {step: _rebuilt((*path, step), item, tensors) for step, item in _items(value)}
+    if isinstance(value, torch.Tensor):
+        _, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return type(value).__tensor_unflatten__(items, context, value.shape, value.stride())  # type: ignore[attr-defined]
+    if isinstance(value, tuple):
+        return type(value)(*items.values()) if _is_named_tuple(value) else tuple(items.values())
+    container = copy.copy(value)
+    for step, item in items.items():
+        container[step] = item
+    return container
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _is_made_of_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "__tensor_flatten__")

@@ -1,0 +1,402 @@
+"""Synthetic twins of an optimizer: its class and settings with small parameters, run whole or in parts.
+
+Whole and cut runs are compared bit by bit. Nothing of the original is touched, and no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import enum
+import itertools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from sidestep.leaves import PLAIN_TENSORS, is_compound, tensors_within
+from sidestep.wrapped import Group, GroupValues, State, Update, own_update, run_on
+
+CUT_ELEMENTS = 1024
+"""Parameters are cut at multiples of this many elements: vectorised CPU kernels then treat each element alike."""
+
+Result = TypeVar("Result")
+
+SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
+    0: ((), ()),
+    1: ((2560,), (4096,)),
+    2: ((132, 130), (64, 96)),
+    3: ((12, 16, 15), (8, 16, 32)),
+    4: ((8, 6, 8, 8), (16, 4, 8, 8)),
+    5: ((4, 4, 4, 8, 6), (4, 4, 4, 8, 8)),
+}
+"""Two parameters for each number of dimensions: an odd one, and one of whole blocks, as quantised state needs it."""
+
+GRADIENT_SCALES = (1.0, 1e-3, 1e3, 1.0)
+
+
+class Cut(enum.IntEnum):
+    """The finest part of the work that may be stepped alone."""
+
+    ELEMENT = 0
+    PARAMETER = 1
+    GROUP = 2
+    OPTIMIZER = 3
+
+
+def undisturbed(function: Callable[[], Result]) -> Result:
+    """Call it in a thread of its own, where no mode of the caller (autocast, inference, a default device) reaches.
+
+    Nothing is compiled for it: some optimizers compile their update, which takes longer than all the rest.
+    """
+
+    def call() -> Result:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return function()
+
+    with torch.compiler.set_stance("force_eager"), ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(call).result()
+
+
+@dataclasses.dataclass(frozen=True)
+class Act:
+    """One call on a twin.
+
+    Attributes:
+        update: what is called.
+        gradients: the number of the step whose gradients it sees, ``None`` for those of the act before.
+        settings: values that the groups get before, in the order of the twin's groups.
+    """
+
+    update: Update
+    gradients: int | None = None
+    settings: tuple[Group, ...] = ()
+
+
+def steps_of(kind: type[torch.optim.Optimizer], count: int) -> list[Act]:
+    """The class's own step ``count`` times, with gradients of different scales."""
+    return [Act(own_update(kind), gradients=step) for step in range(count)]
+
+
+class Twin:
+    """An optimizer of the same class and settings on synthetic parameters, two for each number of dimensions."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kept: list[int],
+        *,
+        initial_state: bool,
+        sparse: bool,
+        device: str = "cpu",
+    ) -> None:
+        self.sparse = sparse
+        self.draws_random_numbers = False
+        self.first_names: list[frozenset[str]] = []  # by group
+        self.result: Any = None  # of the last act
+        generator = torch.Generator().manual_seed(0)
+        groups = [optimizer.param_groups[index] for index in kept]
+        self.parameters = [
+            [
+                torch.nn.Parameter(
+                    torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
+                )
+                for ndim in dimensions_of(group)
+                for shape in SHAPES[ndim]
+            ]
+            for group in groups
+        ]
+        self.optimizer = _copy_without_parameters(optimizer, groups, self.parameters)
+        if device == "cpu":
+            for group in self.optimizer.param_groups:
+                if group.get("capturable"):
+                    group["capturable"] = False  # allowed on accelerators only; it does not change what may be cut
+        if initial_state:
+            self._imitate_state(optimizer, groups)
+        self._train()
+        self._attributes_before = repr(self.attributes())
+        self._groups_before = [
+            copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in self.optimizer.param_groups
+        ]
+
+    def _train(self) -> None:
+        """Optimizers with modes, such as schedule-free ones, step in one of them only."""
+        if callable(getattr(type(self.optimizer), "train", None)):
+            with contextlib.suppress(Exception):
+                self.optimizer.train()  # type: ignore[attr-defined]
+
+    def _imitate_state(self, optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
+        for group, parameters in zip(groups, self.parameters, strict=True):
+            samples = {p.ndim: p for p in group["params"] if vars(optimizer)["state"].get(p)}
+            for parameter in parameters:
+                sample = samples.get(parameter.ndim)
+                if sample is not None:
+                    state = vars(optimizer)["state"][sample]
+                    self.optimizer.state[parameter] = {k: _imitate(v, sample, parameter) for k, v in state.items()}
+
+    def attributes(self) -> dict[str, Any]:
+        """What the optimizer itself remembers, as far as it is plain data."""
+        plain = (bool, int, float, str, list, tuple, dict, type(None))
+        return {k: v for k, v in vars(self.optimizer).items() if isinstance(v, plain) and k not in _NOT_ITS_OWN}
+
+    def keeps_values_of_its_own(self) -> bool:
+        """Whether the steps have changed anything but parameters, their state and group values."""
+        has_named_state = any(not isinstance(key, torch.Tensor) for key in self.optimizer.state)
+        return has_named_state or repr(self.attributes()) != self._attributes_before
+
+    def prepare(self, act: Act, number: int) -> None:
+        """Bring on what the ``number``-th act needs: gradients, settings, the state of the random numbers."""
+        if act.gradients is not None:
+            self.set_gradients(act.gradients)
+        for group, settings in zip(self.optimizer.param_groups, act.settings, strict=False):
+            group.update(settings)
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would reseed accelerators too
+
+    def run(self, acts: Sequence[Act]) -> None:
+        """Each act on all parameters at once."""
+        for number, act in enumerate(acts):
+            self.prepare(act, number)
+            state = torch.get_rng_state()
+            self.result = run_on(self.optimizer, act.update, self.optimizer.param_groups, self.optimizer.state)
+            self.draws_random_numbers |= not torch.equal(state, torch.get_rng_state())
+            if number == 0:
+                self.first_names = [_names_in_all(self.optimizer.state, parameters) for parameters in self.parameters]
+
+    def changed_settings(self, target: int) -> frozenset[str]:
+        """What has changed in the values of a group since the twin was made."""
+        before, now = self._groups_before[target], self.optimizer.param_groups[target]
+        return frozenset(key for key in now if key != "params" and not same_bits(now[key], before.get(key)))
+
+    def watch_state(self) -> None:
+        """Note from now on whether anybody looks at the state."""
+        self.optimizer.state = _Watched(self.optimizer.state)  # type: ignore[assignment]
+
+    def is_touched_by(self, call: Update) -> bool:
+        """Whether ``call`` looks at the state, which is watched, or changes a parameter or an attribute."""
+        versions = [parameter._version for parameters in self.parameters for parameter in parameters]
+        run_on(self.optimizer, call, self.optimizer.param_groups, self.optimizer.state)
+        is_same = versions == [parameter._version for parameters in self.parameters for parameter in parameters]
+        return self.optimizer.state.is_seen or not is_same  # type: ignore[attr-defined]
+
+    def set_gradients(self, step: int) -> None:
+        """The gradients of one step: the same for every twin."""
+        generator = torch.Generator().manual_seed(1 + step)
+        for parameters in self.parameters:
+            for parameter in parameters:
+                gradient = torch.randn(parameter.shape, generator=generator, device="cpu", dtype=torch.float32)
+                gradient *= GRADIENT_SCALES[step]
+                parameter.grad = (
+                    gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient.to(parameter.device)
+                )
+
+
+def _names_in_all(state: State, parameters: list[torch.nn.Parameter]) -> frozenset[str]:
+    names = [frozenset(state[parameter]) if parameter in state else frozenset() for parameter in parameters]
+    return frozenset.intersection(*names) if names else frozenset()
+
+
+def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, cut: Cut) -> bool:
+    """Whether the acts on group ``target`` of ``twin`` in parts give the bits that ``whole`` has after them."""
+    parts = list(_parts(twin.parameters[target], cut))
+    states: list[State] = [defaultdict(dict, _state_of(twin, part)) for part in parts]
+    results: list[Any] = []
+    try:
+        for number, act in enumerate(acts):
+            twin.prepare(act, number)
+            values = GroupValues(twin.optimizer, [len(parts)] * len(twin.optimizer.param_groups))
+            results = []
+            for part, state in zip(parts, states, strict=True):
+                _set_part_gradients(part)
+                lent = values.lend(target, [piece.view for piece in part], [str(i) for i, _ in enumerate(part)])
+                before = dict(lent)
+                results.append(run_on(twin.optimizer, act.update, [lent], state))
+                values.take_back(target, lent, before)
+            values.write_back()
+    except Exception:  # a step that fails when cut must not be cut so
+        return False
+    if not all(same_bits(result, whole.result) for result in results):
+        return False
+    return _is_same_end(twin, whole, target, parts, states)
+
+
+class _Watched(MutableMapping[Any, Any]):
+    """An optimizer's state that knows whether it was looked at."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.is_seen = False
+
+    def _look(self) -> State:
+        self.is_seen = True
+        return self._state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._look()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._look()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._look()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._look())
+
+    def __len__(self) -> int:
+        return len(self._look())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """``view``: elements [start, stop) of ``parameter``, or the parameter itself."""
+
+    parameter: torch.nn.Parameter
+    view: torch.nn.Parameter
+    start: int
+    stop: int
+
+
+def _parts(parameters: list[torch.nn.Parameter], cut: Cut) -> Iterator[list[_Part]]:
+    if cut is Cut.GROUP:
+        yield [_Part(p, p, 0, p.numel()) for p in parameters]
+    elif cut is Cut.PARAMETER:
+        yield from ([_Part(p, p, 0, p.numel())] for p in parameters)
+    else:
+        for p in parameters:
+            edges = sorted({0, *range(CUT_ELEMENTS, p.numel(), 2 * CUT_ELEMENTS), p.numel()})
+            flat = p.detach().view(-1)
+            for start, stop in itertools.pairwise(edges):
+                yield [_Part(p, torch.nn.Parameter(flat[start:stop]), start, stop)]
+
+
+def _set_part_gradients(part: list[_Part]) -> None:
+    for piece in part:
+        if piece.view is not piece.parameter:
+            assert piece.parameter.grad is not None
+            piece.view.grad = piece.parameter.grad.view(-1)[piece.start : piece.stop]
+
+
+def _state_of(twin: Twin, part: list[_Part]) -> State:
+    """The imitated initial state of these pieces, where there is one."""
+    return {
+        piece.view: {name: _piece_of(value, piece) for name, value in twin.optimizer.state[piece.parameter].items()}
+        for piece in part
+        if piece.parameter in twin.optimizer.state
+    }
+
+
+def _piece_of(value: Any, piece: _Part) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if piece.view is not piece.parameter and value.shape == piece.parameter.shape:
+        return value.view(-1)[piece.start : piece.stop].clone()
+    return value.clone()
+
+
+def _is_same_end(twin: Twin, whole: Twin, target: int, parts: list[list[_Part]], states: list[State]) -> bool:
+    for mine, theirs in zip(twin.parameters[target], whole.parameters[target], strict=True):
+        pieces = [
+            (piece, state)
+            for part, state in zip(parts, states, strict=True)
+            for piece in part
+            if piece.parameter is mine
+        ]
+        expected = whole.optimizer.state.get(theirs, {})
+        if not same_bits(mine, theirs):
+            return False
+        for piece, state in pieces:
+            found = state.get(piece.view, {})
+            if found.keys() != expected.keys():
+                return False
+            if not all(_is_same_part(found[name], expected[name], piece) for name in expected):
+                return False
+    mine_group, their_group = (t.optimizer.param_groups[target] for t in (twin, whole))
+    return all(
+        same_bits(mine_group.get(key), value)
+        for key, value in their_group.items()
+        if key not in ("params", "param_names")
+    )
+
+
+def _is_same_part(value: Any, expected: Any, piece: _Part) -> bool:
+    if piece.view is piece.parameter or isinstance(expected, (bool, int, float, str, type(None))):
+        return same_bits(value, expected)
+    if type(expected) not in PLAIN_TENSORS or type(value) not in PLAIN_TENSORS:
+        return False  # what is inside of it could not be cut
+    if expected.ndim == 0:
+        return same_bits(value, expected)
+    if expected.shape != piece.parameter.shape or value.shape != piece.view.shape:
+        return False
+    return same_bits(value, expected.reshape(-1)[piece.start : piece.stop])
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values, or nests of them, are alike to the last bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    if is_compound(a):
+        return same_bits(*(dict(tensors_within("", value)) for value in (a, b)))
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:
+        return same_bits(a.to_dense(), b.to_dense())
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def dimensions_of(group: Group) -> list[int]:
+    """The numbers of dimensions that the group's parameters have; scalars only where there is nothing else."""
+    found = {min(parameter.ndim, max(SHAPES)) for parameter in group["params"]}
+    return sorted(found - {0}) or sorted(found)
+
+
+_FLAGS_OF_TORCH = ("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
+_NOT_ITS_OWN = ("state", "param_groups", "defaults", *_FLAGS_OF_TORCH)
+
+
+def _copy_without_parameters(
+    optimizer: torch.optim.Optimizer, groups: list[Group], parameters: list[list[torch.nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` with these synthetic parameters, no state and no hooks; ``__init__`` is not run."""
+    memo: dict[int, Any] = {}
+    for group, synthetic in zip(groups, parameters, strict=True):
+        memo.update({id(p): synthetic[0] for p in group["params"] if synthetic})
+        memo[id(group["params"])] = synthetic
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "step") or name.endswith("_hooks"):
+            continue
+        vars(twin)[name] = _copy_setting(value, memo)
+    twin.__dict__.update(
+        {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")},
+        state=defaultdict(dict),
+        param_groups=[
+            {key: synthetic if key == "params" else _copy_setting(value, memo) for key, value in group.items()}
+            for group, synthetic in zip(groups, parameters, strict=True)
+        ],
+    )
+    return twin
+
+
+def _copy_setting(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor) and id(value) not in memo and value.device != torch.device("cpu"):
+        return torch.full(value.shape, 1e-3, dtype=value.dtype, device="cpu")  # reading it would block the host
+    if isinstance(value, torch.nn.Module):
+        return value
+    return copy.deepcopy(value, memo)
+
+
+def _imitate(value: Any, sample: torch.Tensor, parameter: torch.Tensor) -> Any:
+    """A stand-in for one entry of ``sample``'s state that fits ``parameter``, without reading a device."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    shape = parameter.shape if value.shape == sample.shape else value.shape
+    return torch.zeros(shape, dtype=value.dtype, device="cpu")
