@@ -57,6 +57,8 @@ class Arrangement:
         self._measured: list[Any] | None = None
         self.broken_by: BaseException | None = None
         self._planned: list[Any] | None = None
+        self._unfinished: Step | None = None
+        self._is_housed: set[Chunk] = set()
         self._must_stay_whole: set[torch.nn.Parameter] = set()
         self._is_edited = True
         self._calls_closure_first: bool | None = None
@@ -77,8 +79,9 @@ class Arrangement:
             torch.OutOfMemoryError: the device has no room for a chunk.
         """
         self.prepare()
-        self._run(own_update(type(self.optimizer), closure), self._due())
-        self.steps += 1
+        due = self._due()
+        self._make_homes(due)
+        self._run(own_update(type(self.optimizer), closure), due, counted=True)
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
@@ -109,25 +112,37 @@ class Arrangement:
             self.forget_plan()
             self.prepare()
 
-    def _run(self, update: Update, chunks: list[Chunk]) -> Any:
+    def _run(self, update: Update, chunks: list[Chunk], *, counted: bool = False) -> Any:
         busy = {group for chunk in chunks for group in chunk.groups}
         idle_groups = [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
-        step = Step(self.optimizer, update, chunks, idle_groups, self.rings, self.at_rest)
+        self._unfinished = step = Step(self.optimizer, update, chunks, idle_groups, self.rings, self.at_rest)
         try:
             step.run()
         except BaseException as error:
-            self._recover(step, error)
+            if isinstance(error, BrokenStepError):
+                self.broken_by = error
+            self.steps += counted and step.is_complete
+            self.recover(error)
             raise
+        self._unfinished = None
+        self.steps += counted
         return step.result
 
-    def _recover(self, step: Step, error: BaseException) -> None:
-        if (step.has_changed and not step.is_complete) or isinstance(error, BrokenStepError):
-            self.broken_by = error
-        self.at_rest.forget_layouts()
+    def recover(self, error: BaseException | None = None) -> None:
+        """Put in order what a step left that ``error`` has ended, wherever that was. If interrupted, it comes again."""
+        step = self._unfinished
+        if step is None:
+            return
+        step.put_back()
+        if step.has_changed and not step.is_complete and self.broken_by is None:
+            self.broken_by = error or RuntimeError("it was interrupted")
+        self.at_rest.forget_unfinished()
+        self._unfinished = None
         self.land()
 
     def check_usable(self) -> None:
         """Raise ``BrokenStepError`` if an earlier step failed half way."""
+        self.recover()
         if self.broken_by is not None:
             raise BrokenStepError(
                 f"an earlier step failed after it had updated some parameters ({self.broken_by!r}), so parameters and"
@@ -180,6 +195,20 @@ class Arrangement:
             for chunk in self.chunks
             if chunk.is_coupled or any(piece.parameter.grad is not None for piece in chunk.pieces)
         ]
+
+    def _make_homes(self, chunks: list[Chunk]) -> None:
+        """Give homes to the state that is about to be made, as predicted: if there is no room, nothing has changed.
+
+        Raises:
+            CapacityError: the host has no room.
+        """
+        for chunk in chunks:
+            if chunk.address is None or chunk in self._is_housed:
+                continue
+            subjects = [piece.subject for piece in chunk.pieces if piece.start == 0]
+            new = [s for s in subjects if s.parameter.grad is not None and not self.optimizer.state.get(s.parameter)]
+            self.at_rest.make_early(self._device(chunk.address), new)
+            self._is_housed.add(chunk)
 
     # Planning.
 
@@ -252,6 +281,7 @@ class Arrangement:
         self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
         self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
+        self._is_housed.clear()
         self._make_rings()
         self._settle_homes()
         for subject in self.subjects:
@@ -295,11 +325,11 @@ class Arrangement:
     def _make_rings(self) -> None:
         addresses = {chunk.address for chunk in self.chunks if chunk.address is not None}
         for address in [address for address in self.rings if address not in addresses]:
-            self.rings.pop(address).close()
+            self._close_ring(address)
         for address in addresses:
             device = self._device(address)
             if address in self.rings and self.rings[address].chunk_bytes != self.chunk_bytes:
-                self.rings.pop(address).close()
+                self._close_ring(address)
             if address not in self.rings:
                 slots = min(self.settings.slots, sum(chunk.address == address for chunk in self.chunks))
                 self.rings[address] = Ring(device, self.store, self.traffic, slots, self.chunk_bytes)
@@ -349,6 +379,7 @@ class Arrangement:
 
     def land(self) -> None:
         """Block the host until all state is at rest."""
+        self.recover()
         try:
             for ring in self.rings.values():
                 ring.land()
@@ -394,8 +425,12 @@ class Arrangement:
 
     def close(self) -> None:
         """Give back the rings' memory."""
-        while self.rings:
-            self.rings.popitem()[1].close()
+        for address in list(self.rings):
+            self._close_ring(address)
+
+    def _close_ring(self, address: torch.device) -> None:
+        self.rings[address].close()
+        del self.rings[address]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -44,12 +44,17 @@ class Subject:
         return self.is_on_device and self.placement.offloads
 
     @functools.cached_property
-    def itemsizes(self) -> list[int]:
-        """Bytes of an element of each state tensor that will leave the device, as the probe predicts them."""
+    def predicted(self) -> list[tuple[str, torch.dtype]]:
+        """The state tensors of the parameter's shape that will leave the device, as the probe predicts them."""
         if not self.offloads or self.parameter.numel() < self.placement.min_elements:
             return []
         kinds = self.cutting.kinds_for(self.parameter)
-        return [(kind.dtype or self.parameter.dtype).itemsize for kind in kinds if kind.elementwise]
+        return [(kind.name, kind.dtype or self.parameter.dtype) for kind in kinds if kind.elementwise]
+
+    @functools.cached_property
+    def itemsizes(self) -> list[int]:
+        """Bytes of an element of each of them."""
+        return [dtype.itemsize for _, dtype in self.predicted]
 
     @property
     def bytes_per_element(self) -> int:

@@ -18,6 +18,7 @@ from sidestep import loading
 from sidestep.arrangement import Arrangement, Settings, abandon, names_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
+from sidestep.interrupts import deferred_interrupts
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.report import Report, report_of
 
@@ -260,18 +261,25 @@ class OffloadOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_own_policies()
-        lent: dict[str, Any] = {n: vars(self)[n] for n in ("grad_scale", "found_inf") if n in vars(self)}
-        vars(self._original).update(lent)
+        self._lend_scale()
         try:
-            with _outside_inference_mode():
+            with _outside_inference_mode(), deferred_interrupts():
                 self._arrangement.step(None if closure is None else lambda: loss)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
         finally:
-            for name in lent:
-                vars(self._original).pop(name, None)
+            self._take_scale_back()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
         return loss
+
+    def _lend_scale(self) -> None:
+        """What a ``GradScaler`` sets on this object for one step, the wrapped optimizer looks for on itself."""
+        self._take_scale_back()  # if the last step was interrupted just before it did so
+        vars(self._original).update({name: vars(self)[name] for name in _SCALE if name in vars(self)})
+
+    def _take_scale_back(self) -> None:
+        for name in _SCALE:
+            vars(self._original).pop(name, None)
 
     def _out_of_memory(self, error: BaseException) -> str:
         least = self._arrangement.least_chunk_bytes()
@@ -314,6 +322,7 @@ class OffloadOptimizer(Optimizer):
     _is_restored = False
 
     def _require_live(self) -> None:
+        self._arrangement.recover()
         if self._is_restored:
             raise SidestepError("this optimizer was given back by restore(); use the optimizer which that returned")
 
@@ -337,7 +346,8 @@ class OffloadOptimizer(Optimizer):
             self._known_groups = list(groups)
         for index, group in enumerate(groups):
             if _OWN in group:
-                self._own_policies[index] = group.pop(_OWN)
+                self._own_policies[index] = group[_OWN]
+                del group[_OWN]
 
     # Checkpoints.
 
@@ -397,6 +407,7 @@ def _outside_inference_mode() -> Iterator[None]:
         yield
 
 
+_SCALE = ("grad_scale", "found_inf")
 _REFUSED = ("step", "state_dict", "load_state_dict", "add_param_group")
 """Methods of the wrapped optimizer that must be called on the wrapper."""
 

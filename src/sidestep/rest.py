@@ -32,6 +32,7 @@ class StateAtRest:
         self._store = store
         self._layouts: dict[Chunk, ChunkLayout] = {}
         self._filling: list[Home] = []
+        self._early: list[Wanted] = []
         self.has_new_homes = False  # set here, reset by whoever has looked at how large the chunks are now
 
     def layout(self, chunk: Chunk) -> ChunkLayout:
@@ -56,6 +57,22 @@ class StateAtRest:
             home = Home(slab, offset, item.layout, slab.tensor(offset, item.layout))
             self.homes.setdefault(item.parameter, {})[item.key] = home
 
+    def make_early(self, device: Device, subjects: Sequence[Subject]) -> None:
+        """Give homes to the state that these parameters will have after their first step, as predicted.
+
+        Raises:
+            CapacityError: the host has no room.
+        """
+        wanted = [
+            Wanted(subject.parameter, name, _layout_like(subject, dtype))
+            for subject in subjects
+            for name, dtype in subject.predicted
+            if self.get(subject.parameter, name) is None
+        ]
+        if wanted:
+            self.make(device, wanted)
+            self._early += wanted
+
     def get(self, parameter: torch.nn.Parameter, key: Key) -> Home | None:
         """The home of this state tensor, if it has one."""
         return self.homes.get(parameter, {}).get(key)
@@ -73,6 +90,21 @@ class StateAtRest:
             self._filling.clear()
             self.has_new_homes = True
             self.forget_layouts()
+        self._drop_early()
+
+    def forget_unfinished(self) -> None:
+        """The step that was to fill new homes has failed."""
+        self._filling.clear()
+        self._drop_early()
+        self.forget_layouts()
+
+    def _drop_early(self) -> None:
+        """Give up homes that were made for a prediction which did not come true."""
+        for item in self._early:
+            home = self.get(item.parameter, item.key)
+            if home is not None and not home.is_filled:
+                self.drop(item.parameter, item.key)
+        self._early.clear()
 
     def drop(self, parameter: torch.nn.Parameter, key: Key) -> None:
         """The state tensor has no home any more."""
@@ -174,6 +206,14 @@ def home_layout(value: torch.Tensor, subject: Subject) -> TensorLayout:
     if subject.is_sliceable:
         return TensorLayout.contiguous(value.dtype, value.shape)
     return TensorLayout.of(value)
+
+
+def _layout_like(subject: Subject, dtype: torch.dtype) -> TensorLayout:
+    """How state of the parameter's shape will lie at rest: in the parameter's own order, if it has one."""
+    parameter = subject.parameter
+    if subject.is_sliceable or not is_dense(parameter):
+        return TensorLayout.contiguous(dtype, parameter.shape)
+    return TensorLayout(dtype, parameter.shape, parameter.stride())
 
 
 def may_rest(value: Any, subject: Subject) -> bool:

@@ -18,7 +18,7 @@ from sidestep.chunks import Chunk
 from sidestep.engine.slots import Ring, Slot
 from sidestep.lending import Lender, Loan
 from sidestep.rest import StateAtRest
-from sidestep.wrapped import Group, GroupValues, Update, run_on
+from sidestep.wrapped import Group, GroupValues, Update, run_on, whole_of
 
 
 class Step:
@@ -40,6 +40,7 @@ class Step:
     ) -> None:
         """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk."""
         self._optimizer = optimizer
+        self._whole = whole_of(optimizer)
         self._update = update
         self._groups: list[Group] = optimizer.param_groups
         self._chunks = chunks
@@ -69,6 +70,10 @@ class Step:
         self._expect()
         for ring in self._rings.values():
             ring.prefetch()
+
+    def put_back(self) -> None:
+        """Undo the loan that an interruption may have left standing: groups and state are the optimizer's own again."""
+        vars(self._optimizer).update(self._whole)
 
     def _step_chunk(self, chunk: Chunk) -> None:
         ring = self._rings.get(chunk.address) if chunk.address is not None else None

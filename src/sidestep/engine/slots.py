@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError
 from sidestep.leaves import Key
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 _Views: TypeAlias = "weakref.WeakKeyDictionary[ChunkLayout, dict[Piece, dict[Key, torch.Tensor]]]"
 
 
@@ -73,6 +74,21 @@ class Slot:
         self._viewed = None
 
 
+def _whole(method: Method) -> Method:
+    """A method of the ring: if it is interrupted, wherever that may be, the next one starts with fresh slots."""
+
+    @functools.wraps(method)
+    def run(ring: Ring, *args: Any, **kwargs: Any) -> Any:
+        if ring.is_broken_off:
+            ring.start_afresh()
+        ring.is_broken_off = True
+        result = method(ring, *args, **kwargs)
+        ring.is_broken_off = False
+        return result
+
+    return run  # type: ignore[return-value]
+
+
 class Ring:
     """The slots of one device, and the streams that fill and drain them."""
 
@@ -85,7 +101,10 @@ class Ring:
         self._fetch = device.new_stream("fetch")
         self._evict = device.new_stream("evict")
         self._worker: Stream | None = None
-        self._free = deque(Slot() for _ in range(slot_count))
+        self._held_bytes = 0
+        self.is_broken_off = False
+        self._slots = [Slot() for _ in range(slot_count)]
+        self._free = deque(self._slots)
         self._filling: deque[Slot] = deque()
         self._ready: Slot | None = None
         self._spent: Slot | None = None  # its buffer was an irregular chunk's, and is draining
@@ -95,6 +114,7 @@ class Ring:
 
     # The step calls these, in this order.
 
+    @_whole
     def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]]) -> None:
         """The chunks that the next step will take, in order. What is prefetched is kept if it is the right start."""
         regular = [layout.byte_count for _, layout in upcoming if self._is_regular(layout)]
@@ -105,6 +125,7 @@ class Ring:
             prefetched = []
         self._upcoming = deque(upcoming[len(prefetched) :])
 
+    @_whole
     def prefetch(self) -> None:
         """Start fetching what is expected, as far as the ring reaches, but make no room for irregular chunks."""
         self._free_spent()
@@ -124,6 +145,7 @@ class Ring:
         """Whether the chunk's state is larger than a slot, or will be when it is made."""
         return max(chunk.state_bytes, layout.byte_count) > self.chunk_bytes
 
+    @_whole
     def take(self, chunk: Chunk) -> Slot:
         """The chunk's slot. What the current stream does from now on sees the chunk's state in it."""
         if not self._filling:
@@ -143,6 +165,7 @@ class Ring:
             self._wait(self.device.current_stream(), slot.fetched, sites.UPDATE_WAITS_FETCH)
         return slot
 
+    @_whole
     def evict(self, slot: Slot, loose: Sequence[Loose], *, with_slot: bool) -> None:
         """Copy the chunk's new state out: the slot's own bytes (``with_slot``) and ``loose`` tensors."""
         assert slot.chunk is not None
@@ -156,24 +179,15 @@ class Ring:
         self._free.append(slot)
         self._retire_irregular(slot)
 
+    @_whole
     def land(self) -> None:
         """Block the host until all state is at rest, and forget what was prefetched."""
-        if self._worker is not None:
-            self._finish_worker(self.device.record(self._worker), sites.HOST_READS_SCATTERED)
-        self._count(sites.HOST_READS_EVICTED)
-        self.device.synchronize(self.device.record(self._evict), site=sites.HOST_READS_EVICTED)
-        self._discard_prefetched()
         if self._ready is not None:  # a step failed: its update may still be at work in the slot
-            self._ready.drained = self.device.record(self.device.current_stream())
-            self._ready.staging = None  # nor do we know when its content has been sent
-            if self._ready.is_irregular and self._ready.buffer is not None:
-                self.device.release(self._ready.buffer, self._fetch)
-            self._reset(self._ready)
-            self._ready = None
+            self.start_afresh()
+        self._finish_evictions()
+        self._discard_prefetched()
         self._free_spent()
-        self._upcoming.clear()
-        self._evictions.clear()
-        self._scatters.clear()
+        self._forget_chunks()
 
     def close(self) -> None:
         """Land, and give the slots' memory back."""
@@ -183,13 +197,44 @@ class Ring:
             self._free_buffer(slot)
             slot.staging = None
 
+    def start_afresh(self) -> None:
+        """Fresh slots, in the place of some that something was interrupted with. What was evicted is at rest then."""
+        self.abandon()
+        before = self._slots
+        self._slots = [Slot() for _ in before]
+        self._free = deque(self._slots)
+        self._filling.clear()
+        self._ready = self._spent = None
+        self._hold(-self._held_bytes)
+        try:
+            self._finish_evictions()
+        finally:
+            self._worker = None  # if it has died, the next one is alive
+        del before  # until here: what was being evicted may have gone through their page-locked memory
+        self._forget_chunks()
+
     def abandon(self) -> None:
-        """Let go of the slots' memory without waiting: nobody will ask for the state any more."""
-        for slot in [*self._free, *self._filling]:
+        """Let go of the slots' memory without waiting, but keep it from others for as long as anybody is at work in it.
+
+        Memory is the stream's that it was allocated for, which may be another than the current one.
+        """
+        streams = (self._fetch, self._evict, self.device.current_stream())
+        for slot in self._slots:
             for tensor in [*slot.newborn, slot.buffer, slot.set_aside]:
                 if tensor is not None:
-                    self.device.release(tensor, self._fetch)
-                    self.device.release(tensor, self._evict)
+                    for stream in streams:
+                        self.device.release(tensor, stream)
+
+    def _finish_evictions(self) -> None:
+        if self._worker is not None:
+            self._finish_worker(self.device.record(self._worker), sites.HOST_READS_SCATTERED)
+        self._count(sites.HOST_READS_EVICTED)
+        self.device.synchronize(self.device.record(self._evict), site=sites.HOST_READS_EVICTED)
+
+    def _forget_chunks(self) -> None:
+        self._upcoming.clear()
+        self._evictions.clear()
+        self._scatters.clear()
 
     # Filling.
 
@@ -268,7 +313,7 @@ class Ring:
         self._free_newborn(slot)
         slot.buffer_stream = self.device.current_stream()
         buffer = self.device.empty(byte_count)
-        self._traffic.add_staging(byte_count)
+        self._hold(byte_count)
         allocated = self.device.record(slot.buffer_stream)
         self._wait(self._fetch, allocated, sites.FETCH_WAITS_SLOT_MEMORY)
         return buffer
@@ -283,7 +328,7 @@ class Ring:
         if slot is not None:
             assert slot.buffer is not None
             self._wait(slot.buffer_stream, slot.drained, sites.UPDATE_WAITS_IRREGULAR_DRAINED)
-            self._traffic.add_staging(-slot.buffer.numel())
+            self._hold(-slot.buffer.numel())
             slot.buffer, slot.set_aside, slot.is_irregular = slot.set_aside, None, False
             slot.forget_views()
 
@@ -315,7 +360,7 @@ class Ring:
         slot.drained = self._evictions[slot.chunk] = self.device.record(self._evict)
         slot.newborn.extend(item.tensor for item in loose)
         slot.newborn_stream = current
-        self._traffic.add_staging(sum(item.target.numel() for item in loose))
+        self._hold(sum(item.target.numel() for item in loose))
         staged = [span for span in spans if self._is_staged(slot, span)]
         if staged:
             assert self._worker is not None
@@ -331,14 +376,14 @@ class Ring:
         if slot.newborn:
             assert slot.newborn_stream is not None
             self._wait(slot.newborn_stream, slot.drained, sites.UPDATE_WAITS_NEWBORN_EVICTED)
-            self._traffic.add_staging(-sum(tensor.nbytes for tensor in slot.newborn))
+            self._hold(-sum(tensor.nbytes for tensor in slot.newborn))
             slot.newborn.clear()
 
     def _free_buffer(self, slot: Slot) -> None:
         if slot.buffer is not None:
             self.device.release(slot.buffer, self._fetch)
             self.device.release(slot.buffer, self._evict)
-            self._traffic.add_staging(-slot.buffer.numel())
+            self._hold(-slot.buffer.numel())
             slot.buffer = None
             slot.forget_views()
 
@@ -355,6 +400,11 @@ class Ring:
         self._retire_irregular(slot)
 
     # Small words.
+
+    def _hold(self, byte_count: int) -> None:
+        """The ring takes device memory, or, if negative, gives it back."""
+        self._held_bytes += byte_count
+        self._traffic.note_staging(self, self._held_bytes)
 
     def _is_regular(self, layout: ChunkLayout) -> bool:
         return layout.byte_count <= self.chunk_bytes

@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from sidestep.engine.device import Device
-from sidestep.errors import PinError
+from sidestep.errors import CapacityError, PinError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +89,22 @@ class HostStore:
         self._has_warned = False
 
     def allocate(self, device: Device, byte_count: int) -> Slab:
-        """A slab of ``byte_count`` bytes that ``device`` can copy to and from."""
+        """A slab of ``byte_count`` bytes that ``device`` can copy to and from.
+
+        Raises:
+            CapacityError: the host has no such memory.
+        """
         memory = self._pin(device, byte_count, self.pinned_limit_bytes - self.staging_reserve_bytes)
         if memory is not None:
             return Slab(memory, is_pinned=True)
-        slab = Slab(torch.empty(byte_count, dtype=torch.uint8, device="cpu"), is_pinned=False)
+        try:
+            slab = Slab(torch.empty(byte_count, dtype=torch.uint8, device="cpu"), is_pinned=False)
+        except (MemoryError, RuntimeError) as error:
+            raise CapacityError(
+                f"the host has no room for {byte_count:,} bytes more of optimizer state ({error}). Sidestep holds"
+                f" {self.pinned_bytes:,} page-locked and {self.pageable_bytes:,} pageable bytes. Give the process more"
+                ' memory, or keep some groups on the device with group["offload"] = False'
+            ) from error
         self._add(byte_count, is_pinned=False)
         weakref.finalize(slab, self._add, -byte_count, is_pinned=False)
         return slab
@@ -111,7 +122,7 @@ class HostStore:
             return None
         try:
             memory = device.pin(byte_count)
-        except PinError as error:
+        except (PinError, MemoryError, OSError) as error:
             self._warn_once(str(error))
             return None
         self._add(byte_count, is_pinned=True)

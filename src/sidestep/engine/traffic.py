@@ -15,10 +15,15 @@ class Traffic:
     fetched_chunks: int = 0
     evicted_chunks: int = 0
     waits: Counter[str] = dataclasses.field(default_factory=Counter)
-    staging_bytes: int = 0
     peak_staging_bytes: int = 0
+    _staging_bytes_of: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def add_staging(self, byte_count: int) -> None:
-        """Count device memory that the ring takes, or, if negative, gives back."""
-        self.staging_bytes += byte_count
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that all rings hold."""
+        return sum(self._staging_bytes_of.values())
+
+    def note_staging(self, ring: object, byte_count: int) -> None:
+        """``ring`` now holds so much device memory."""
+        self._staging_bytes_of[id(ring)] = byte_count
         self.peak_staging_bytes = max(self.peak_staging_bytes, self.staging_bytes)

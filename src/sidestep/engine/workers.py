@@ -7,6 +7,9 @@ import threading
 import weakref
 from collections.abc import Callable
 
+_PATIENCE_SECONDS = 1.0
+"""How often somebody who waits for a worker looks whether it is alive."""
+
 
 class HostEvent:
     """Complete once everything that its worker had to do when it was recorded is done."""
@@ -20,8 +23,13 @@ class HostEvent:
 
         Raises:
             Exception: whatever a closure of the worker raised since the last call, once.
+            RuntimeError: the worker's thread has ended, as all threads have in a forked process.
         """
-        self._done.wait()
+        while not self._done.wait(timeout=_PATIENCE_SECONDS):
+            if not self._worker.is_alive():
+                raise RuntimeError(
+                    f"the thread of host worker {self._worker.name!r} has ended before its work was done"
+                )
         self._worker.raise_failure()
 
     def _set(self) -> None:
@@ -35,9 +43,15 @@ class HostWorker:
         self.name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
-        thread = threading.Thread(target=_run, args=(self._work, self._failures), name=f"sidestep-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=_run, args=(self._work, self._failures), name=f"sidestep-{name}", daemon=True
+        )
         weakref.finalize(self, self._work.put, None)
-        thread.start()
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether there is still a thread to do the work."""
+        return self._thread.is_alive()
 
     def launch(self, function: Callable[[], None]) -> None:
         """Run ``function`` after all that was launched before."""
