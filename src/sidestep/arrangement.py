@@ -52,7 +52,7 @@ class Arrangement:
         self.subjects: list[Subject] = []
         self.chunks: list[Chunk] = []
         self.chunk_bytes = 0
-        self.steps = 0
+        self._steps = 0
         self.peak_bytes = {"parameters": 0, "gradients": 0, "state": 0}  # on devices
         self._measured: list[Any] | None = None
         self.broken_by: BaseException | None = None
@@ -115,18 +115,25 @@ class Arrangement:
     def _run(self, update: Update, chunks: list[Chunk], *, counted: bool = False) -> Any:
         busy = {group for chunk in chunks for group in chunk.groups}
         idle_groups = [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
-        self._unfinished = step = Step(self.optimizer, update, chunks, idle_groups, self.rings, self.at_rest)
+        step = Step(self.optimizer, update, chunks, idle_groups, self.rings, self.at_rest, is_counted=counted)
+        self._unfinished = step
         try:
             step.run()
         except BaseException as error:
             if isinstance(error, BrokenStepError):
                 self.broken_by = error
-            self.steps += counted and step.is_complete
             self.recover(error)
             raise
-        self._unfinished = None
-        self.steps += counted
+        self._finish(step)
         return step.result
+
+    def _finish(self, step: Step) -> None:
+        self._steps, self._unfinished = self._steps + step.counts, None  # in one line, for the sake of interruptions
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made in full."""
+        return self._steps + (self._unfinished is not None and self._unfinished.counts)
 
     def recover(self, error: BaseException | None = None) -> None:
         """Put in order what a step left that ``error`` has ended, wherever that was. If interrupted, it comes again."""
@@ -137,7 +144,7 @@ class Arrangement:
         if step.has_changed and not step.is_complete and self.broken_by is None:
             self.broken_by = error or RuntimeError("it was interrupted")
         self.at_rest.forget_unfinished()
-        self._unfinished = None
+        self._finish(step)
         self.land()
 
     def check_usable(self) -> None:

@@ -104,7 +104,7 @@ def _check_entries(
                 f"{key!r} of {name} has shape {tuple(found.shape)} in the state dict; {tuple(shape)} is needed for a"
                 f" parameter of shape {tuple(parameter.shape)}. Nothing was loaded"
             )
-    missing = cutting.first_names - entries.keys()
+    missing = cutting.lasting_names - entries.keys()
     if entries and missing and has_same_settings:  # without any entries, it is a parameter that had no gradient yet
         raise StateDictError(
             f"the state dict has {sorted(entries)} for {name}, but {sorted(missing)} is missing. Nothing was loaded"

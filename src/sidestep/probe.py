@@ -44,15 +44,15 @@ class Cutting:
     """How one group may be cut, and what state its parameters will have.
 
     ``kinds``: state tensors by the parameter's number of dimensions. ``host_scalars``: the 0-dim state that the
-    optimizer keeps on the host wherever its parameters are. ``first_names``: what every state has after one step.
-    ``counters``: what the step itself changes in the group.
+    optimizer keeps on the host wherever its parameters are. ``lasting_names``: what every state has from the
+    first step on. ``counters``: what the step itself changes in the group.
     """
 
     cut: Cut
     kinds: dict[int, tuple[StateKind, ...]]
     reason: str
     host_scalars: frozenset[str] = frozenset()
-    first_names: frozenset[str] = frozenset()
+    lasting_names: frozenset[str] = frozenset()
     counters: frozenset[str] = frozenset()
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
@@ -179,7 +179,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
         found = functools.partial(
             Cutting,
             kinds=_kinds(whole, target),
-            first_names=whole.first_names[target],
+            lasting_names=whole.lasting_names[target],
             counters=whole.changed_settings(target),
         )
         if whole.draws_random_numbers:

@@ -37,8 +37,11 @@ class Step:
         idle_groups: Sequence[int],
         rings: dict[torch.device, Ring],
         at_rest: StateAtRest,
+        *,
+        is_counted: bool,
     ) -> None:
         """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk."""
+        self._is_counted = is_counted
         self._optimizer = optimizer
         self._whole = whole_of(optimizer)
         self._update = update
@@ -52,6 +55,11 @@ class Step:
         self._results: list[Any] = []
         self.has_changed = False
         self.is_complete = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a step, not another method's call, that was made in full."""
+        return self._is_counted and self.is_complete
 
     @property
     def result(self) -> Any:

@@ -95,7 +95,7 @@ class Twin:
     ) -> None:
         self.sparse = sparse
         self.draws_random_numbers = False
-        self.first_names: list[frozenset[str]] = []  # by group
+        self.lasting_names: list[frozenset[str]] = []  # by group: what every state has after each act
         self.result: Any = None  # of the last act
         generator = torch.Generator().manual_seed(0)
         groups = [optimizer.param_groups[index] for index in kept]
@@ -162,8 +162,8 @@ class Twin:
             state = torch.get_rng_state()
             self.result = run_on(self.optimizer, act.update, self.optimizer.param_groups, self.optimizer.state)
             self.draws_random_numbers |= not torch.equal(state, torch.get_rng_state())
-            if number == 0:
-                self.first_names = [_names_in_all(self.optimizer.state, parameters) for parameters in self.parameters]
+            names = [_names_in_all(self.optimizer.state, parameters) for parameters in self.parameters]
+            self.lasting_names = [a & b for a, b in zip(self.lasting_names or names, names, strict=True)]
 
     def changed_settings(self, target: int) -> frozenset[str]:
         """What has changed in the values of a group since the twin was made."""

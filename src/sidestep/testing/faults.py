@@ -37,6 +37,8 @@ class Faults:
     pinned_bytes_limit: int | None = None
     allocation: Countdown = dataclasses.field(default_factory=Countdown)
     copy: Countdown = dataclasses.field(default_factory=Countdown)
+    work: Countdown = dataclasses.field(default_factory=Countdown)
+    work_is_fatal: bool = False
 
     def refuses_pin(self, pinned_bytes: int) -> bool:
         """Whether to refuse a pin that would bring the sum to ``pinned_bytes``; counts it if not."""

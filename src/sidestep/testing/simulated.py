@@ -198,11 +198,16 @@ class SimulatedDevice:
         worker = self._own(stream, host=True, verb="launch on")
 
         def work() -> None:
+            if worker.is_dead or worker.error is not None:
+                return  # as a thread that has ended, or that waits for somebody to see its error
+            if self._faults.work.strikes():
+                worker.is_dead = self._faults.work_is_fatal
+                worker.error = RuntimeError("the simulated device was told to fail this work")
+                return
             try:
                 run_on_host(self._machine, function)
             except Exception as error:  # kept, as by a thread, for whoever synchronizes
-                if worker.error is None:
-                    worker.error = error
+                worker.error = error
 
         self._machine.settle()
         self._machine.enqueue(worker, work)
@@ -281,6 +286,11 @@ class SimulatedDevice:
         """Let the ``n``-th ``copy`` from now raise ``RuntimeError``."""
         self._faults.copy.set(n)
 
+    def fail_work(self, n: int = 1, *, dies: bool = False) -> None:
+        """Let the ``n``-th closure that a host worker runs from now fail; with ``dies`` the worker runs no other."""
+        self._faults.work.set(n)
+        self._faults.work_is_fatal = dies
+
     # For the rest of this package.
 
     def allocate(
@@ -314,6 +324,8 @@ class SimulatedDevice:
 
     def _raise_error_of(self, stream: Stream) -> None:
         error, stream.error = stream.error, None
+        if error is None and stream.is_dead:
+            error = RuntimeError(f"the host worker {stream.name!r} is dead")
         if error is not None:
             raise error
 

@@ -36,10 +36,11 @@ class Event:
 class Stream:
     """A FIFO of work and of events to wait for; with ``host``, a host worker.
 
-    ``owner`` is the device it belongs to. ``error`` is the first exception of a worker that nobody has seen yet.
+    ``owner`` is the device it belongs to. ``error`` is the first exception of a worker that nobody has seen yet; a
+    worker that ``is_dead`` does nothing more.
     """
 
-    __slots__ = ("done", "enqueued", "entries", "error", "host", "name", "owner", "running")
+    __slots__ = ("done", "enqueued", "entries", "error", "host", "is_dead", "name", "owner", "running")
 
     def __init__(self, name: str, owner: SimulatedDevice, *, host: bool = False) -> None:
         self.name = name
@@ -50,6 +51,7 @@ class Stream:
         self.done = 0
         self.running = False
         self.error: BaseException | None = None
+        self.is_dead = False
 
     def __repr__(self) -> str:
         return f"<{'worker' if self.host else 'stream'} {self.name!r}: {self.done} of {self.enqueued} done>"
