@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -293,6 +294,236 @@ class Langevin(Optimizer):
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.mul_(0.9).add_(p.grad)
                 p.sub_(buffer + torch.randn_like(p), alpha=group["lr"])
+
+
+class WithMethods(Optimizer):
+    """Momentum, and beside ``step`` methods of all sorts. ``normalised``: it looks at each parameter as a whole."""
+
+    kind = "momentum"
+
+    def __init__(self, params: Any, lr: float = 1e-2, *, normalised: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "pace": 1.0, "normalised": normalised})
+        self.damping = 1.0
+        self.is_marked = False
+        self.seen: list[Any] = []
+        self.double = lambda value: 2 * value
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Everything that a method may change has a part in the update."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                buffer = state.setdefault("momentum", torch.zeros_like(p))
+                buffer.mul_(0.9).add_(p.grad / p.grad.norm() if group["normalised"] else p.grad)
+                state["age"] = state.get("age", 0) + 1
+                extra = state.get("extra", 0.0)
+                p.sub_((buffer + extra) * (self.damping / state["age"]), alpha=group["lr"] * group["pace"])
+
+    # Returning values.
+
+    def total(self) -> float:
+        """Needs all state."""
+        return float(sum(buffer.abs().sum() for buffer in self._buffers()))
+
+    def norms(self) -> list[torch.Tensor]:
+        """One for each parameter."""
+        return [buffer.norm() for buffer in self._buffers()]
+
+    def momentum_of(self, p: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        return self.state[p]["momentum"].clone()
+
+    def rows(self) -> Iterator[torch.Tensor]:
+        """One after the other."""
+        for buffer in self._buffers():
+            yield buffer.clone()
+
+    def collect(self, into: list[float]) -> None:
+        """Returns by way of its argument."""
+        into.append(self.total())
+
+    @property
+    def level(self) -> torch.Tensor:
+        """Needs all state."""
+        return torch.stack([buffer.abs().mean() for buffer in self._buffers()]).sum()
+
+    @staticmethod
+    def halved(value: float) -> float:
+        """Of no optimizer."""
+        return value / 2
+
+    @classmethod
+    def name(cls) -> str:
+        """Of the class."""
+        return cls.__name__
+
+    # Changing state and parameters.
+
+    @torch.no_grad()
+    def shrink(self, factor: Any) -> None:
+        """All momentum, element by element."""
+        for buffer in self._buffers():
+            buffer.mul_(factor)
+
+    def _shrink(self, factor: float) -> None:
+        self.shrink(factor)
+
+    @torch.no_grad()
+    def normalise(self, limit: float = float("inf")) -> float:
+        """All momentum by its sum: needs everything at once. Raises, too late, if that is above the limit."""
+        total = self.total()
+        self.shrink(1 / total)
+        if total > limit:
+            raise ValueError("the method's own error")
+        return total
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        """Parameters by their momentum, and what the group remembers."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "momentum" in self.state[p]:
+                    p.sub_(self.state[p]["momentum"], alpha=0.01)
+            group["pace"] *= 0.9
+
+    @torch.no_grad()
+    def nudge(self, p: torch.Tensor, by: float) -> None:
+        """One parameter, which the caller gives."""
+        p.add_(by)
+
+    @torch.no_grad()
+    def shift(self, p: torch.Tensor, by: float) -> None:
+        """One parameter and its momentum; the caller gives it, and it is looked for among the optimizer's own."""
+        for q in (q for group in self.param_groups for q in group["params"]):
+            buffer = self.state[q].get("momentum")
+            if q is p:
+                q.add_(by)
+                if buffer is not None:
+                    buffer.add_(by)
+
+    @torch.no_grad()
+    def centre(self) -> None:
+        """Each gradient, as a hook would do it."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.sub_(p.grad.mean())
+
+    @torch.no_grad()
+    def jitter(self) -> None:
+        """Adds random numbers to all momentum."""
+        for buffer in self._buffers():
+            buffer.add_(torch.randn_like(buffer))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Parameters with their momentum."""
+        for p in (p for group in self.param_groups for p in group["params"] if "momentum" in self.state[p]):
+            p.data, self.state[p]["momentum"] = self.state[p]["momentum"], p.data
+
+    # Changing what state there is.
+
+    def make_extra(self) -> None:
+        """A second tensor for each parameter."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["extra"] = self.state[p].get("extra", torch.zeros_like(p)) + 0.1
+
+    def drop(self, name: str) -> None:
+        """One tensor of each parameter."""
+        for state in self.state.values():
+            state.pop(name, None)
+
+    def forget(self) -> None:
+        """All state of each parameter."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state.pop(p, None)
+
+    def forget_everything(self) -> None:
+        """As many optimizers reset themselves."""
+        self.state = defaultdict(dict)
+
+    # Changing settings.
+
+    def set_lr(self, lr: float) -> None:
+        """In all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def set_damping(self, damping: float) -> None:
+        """Kept by the optimizer itself."""
+        self.damping = damping
+
+    def see(self, thing: Any) -> int:
+        """Kept by the optimizer itself."""
+        self.seen.append(thing)
+        return len(self.seen)
+
+    def mark(self) -> None:
+        """For ``flush``."""
+        self.is_marked = True
+
+    def flush(self) -> None:
+        """Does something only after ``mark``."""
+        if self.is_marked:
+            self.shrink(0.5)
+            self.is_marked = False
+
+    # Raising.
+
+    @torch.no_grad()
+    def refuse(self) -> None:
+        """Before anything is changed."""
+        raise ValueError("the method's own error")
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raises where momentum is too large, and halves it where not."""
+        for buffer in self._buffers():
+            if float(buffer.abs().max()) > 1e3:
+                raise ValueError("the method's own error")
+            buffer.mul_(0.5)
+
+    def step_twice(self) -> None:
+        """Calls what the wrapper must be asked for."""
+        self.step()
+        self.step()
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [state["momentum"] for state in self.state.values() if "momentum" in state]
+
+
+class UsesItsClosure(Optimizer):
+    """Momentum that takes a closure, and evaluates it at one of several wrong moments."""
+
+    MOMENTS = ("half way", "at the end", "twice", "after the state", "after a look at the gradients")
+
+    def __init__(self, params: Any, moment: str, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.moment = moment
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Without a closure it is plain momentum."""
+        members = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.grad.clone() for p, _ in members]
+        losses = []
+
+        def evaluate(*moments: str) -> None:
+            if closure is not None and self.moment in moments:
+                with torch.enable_grad():
+                    losses.append(closure())
+
+        evaluate("twice", "after a look at the gradients")
+        evaluate("twice")
+        for p, _ in members:
+            self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+        evaluate("after the state")
+        for p, group in members:
+            p.sub_(self.state[p]["momentum"], alpha=group["lr"])
+        evaluate("half way")
+        for (p, group), gradient in zip(members, before, strict=True):
+            p.sub_(gradient + p.grad, alpha=group["lr"])
+        evaluate("at the end")
+        return losses[-1] if losses else None
 
 
 class Failing(torch.optim.AdamW):

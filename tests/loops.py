@@ -168,6 +168,14 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int], each: Ca
             each()
 
 
+def set_gradients(parameters: Iterable[nn.Parameter], step: int) -> None:
+    """Gradients made by hand. They depend on the parameters, so that a wrong byte at any time shows at the end."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype).to(parameter.device)
+        parameter.grad = parameter.detach() * 0.3 + noise
+
+
 def saved(thing: Any) -> Any:
     """What ``torch.load`` gives of what ``torch.save`` wrote."""
     file = io.BytesIO()

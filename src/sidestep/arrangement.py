@@ -97,10 +97,7 @@ class Arrangement:
             return getattr(optimizer, name)(*args, **kwargs)
 
         self.prepare()
-        case = (name, *map(_sort_of, args), *map(_sort_of, kwargs.items()), *self._signatures)
-        if case not in self._reaches:
-            self._reaches[case] = probe.reach_of(self.optimizer, method, self.cuttings)
-        reach = self._reaches[case]
+        reach = self._reach_of(name, method, args, kwargs)
         if reach is probe.Reach.NOTHING:
             return method(self.optimizer)
         if reach is probe.Reach.CHUNKS:
@@ -111,6 +108,15 @@ class Arrangement:
         finally:
             self.forget_plan()
             self.prepare()
+
+    def _reach_of(self, name: str, method: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> probe.Reach:
+        if not all(isinstance(value, _PLAIN) for value in (*args, *kwargs.values())):
+            return probe.Reach.ALL  # trying it would change what was given, and parameters must be the real ones
+        attributes = {k: v for k, v in vars(self.optimizer).items() if isinstance(v, _PLAIN)}
+        case = (name, repr(args), repr(kwargs), repr(attributes), *self._signatures)
+        if case not in self._reaches:
+            self._reaches[case] = probe.reach_of(self.optimizer, method, self.cuttings)
+        return self._reaches[case]
 
     def _run(self, update: Update, chunks: list[Chunk], *, counted: bool = False) -> Any:
         busy = {group for chunk in chunks for group in chunk.groups}
@@ -196,11 +202,11 @@ class Arrangement:
         return self.at_rest.layout(chunk).byte_count > self.chunk_bytes
 
     def _due(self) -> list[Chunk]:
-        """The chunks that have a gradient, or share values with others."""
+        """The chunks that have a gradient, or do not need one."""
         return [
             chunk
             for chunk in self.chunks
-            if chunk.is_coupled or any(piece.parameter.grad is not None for piece in chunk.pieces)
+            if chunk.is_always_due or any(piece.parameter.grad is not None for piece in chunk.pieces)
         ]
 
     def _make_homes(self, chunks: list[Chunk]) -> None:
@@ -449,12 +455,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _sort_of(argument: Any) -> str:
-    """An argument as far as it may decide what a method does; the values of tensors are not read."""
-    if isinstance(argument, tuple):
-        return ", ".join(map(_sort_of, argument))
-    is_plain = isinstance(argument, (bool, int, float, str, type(None)))
-    return repr(argument) if is_plain else type(argument).__name__
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _ids(values: list[Any]) -> list[int]:

@@ -118,6 +118,11 @@ class Chunk:
         return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)
 
     @functools.cached_property
+    def is_always_due(self) -> bool:
+        """Whether it takes part in a step even if it has no gradient."""
+        return self.is_coupled or any(piece.subject.cutting.needs_no_gradient for piece in self.pieces)
+
+    @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes that its state will take in a slot, as predicted."""
         return sum(aligned(p.elements * itemsize) for p in self.pieces for itemsize in p.subject.itemsizes)

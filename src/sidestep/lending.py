@@ -107,7 +107,12 @@ class Lender:
         for lent in loan.pieces:
             if lent.piece.is_slice:
                 _take_back_gradient(lent)
+            elif slot.buffer is not None and _shares_memory(lent.stand_in, slot.buffer):
+                lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             after = loan.state.get(lent.stand_in)
+            if after is None and lent.own is not None and lent.piece.start == 0:
+                self._state.pop(lent.piece.parameter, None)
+                self._at_rest.drop_all(lent.piece.parameter)
             if after is None or (lent.piece.is_slice and not after):
                 continue
             moved += self._take_back_entries(loan, lent, after, ring)
@@ -266,6 +271,8 @@ def _may_leave(value: Any, piece: Piece, ring: Ring) -> bool:
 
 def _apart_from(slot: Slot, value: torch.Tensor) -> torch.Tensor:
     """``value``, or a copy of it if it lies in the slot, whose content is about to be rearranged."""
-    if slot.buffer is None or value.untyped_storage()._cdata != slot.buffer.untyped_storage()._cdata:
-        return value
-    return value.clone()
+    return value.clone() if slot.buffer is not None and _shares_memory(value, slot.buffer) else value
+
+
+def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -212,9 +212,20 @@ class OffloadOptimizer(Optimizer):
         original = self.__dict__.get("_original")
         if original is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if isinstance(getattr(type(original), name, None), property):
+            self._arrangement.expect_edits()  # it may look at the state
         value = getattr(original, name)
         is_method = isinstance(value, types.MethodType) and value.__self__ is original
         return functools.partial(self._call_method, name) if is_method else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that only the wrapped optimizer has is set there, where its class looks for it."""
+        original = self.__dict__.get("_original")
+        is_its_own = original is not None and name in vars(original) and name not in self.__dict__
+        if is_its_own and not hasattr(type(self), name):
+            setattr(original, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method that only the wrapped class has, such as schedule-free's ``train`` and ``eval``."""

@@ -12,10 +12,12 @@ import enum
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from sidestep.leaves import PLAIN_TENSORS
 from sidestep.twins import (
     GRADIENT_SCALES,
     SHAPES,
@@ -24,6 +26,7 @@ from sidestep.twins import (
     Twin,
     dimensions_of,
     is_same_when_cut,
+    same_bits,
     steps_of,
     undisturbed,
 )
@@ -45,7 +48,8 @@ class Cutting:
 
     ``kinds``: state tensors by the parameter's number of dimensions. ``host_scalars``: the 0-dim state that the
     optimizer keeps on the host wherever its parameters are. ``lasting_names``: what every state has from the
-    first step on. ``counters``: what the step itself changes in the group.
+    first step on. ``counters``: what the step itself changes in the group. ``needs_no_gradient``: the step changes also
+    parameters that have no gradient, or their state.
     """
 
     cut: Cut
@@ -54,6 +58,7 @@ class Cutting:
     host_scalars: frozenset[str] = frozenset()
     lasting_names: frozenset[str] = frozenset()
     counters: frozenset[str] = frozenset()
+    needs_no_gradient: bool = False
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
         """The state tensors that the optimizer keeps for a parameter with so many dimensions."""
@@ -124,26 +129,47 @@ def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    twin = Twin(optimizer, _kept(optimizer), initial_state=False, sparse=False)
-    parameters = [parameter for group in twin.parameters for parameter in group]
-    before = [parameter._version for parameter in parameters]
-    is_late = []
+    """With gradients that are there beforehand, and with gradients that the closure brings, all must be the same."""
+    ends: list[Any] = []
+    for brings_gradients in (False, True):
+        twin = Twin(optimizer, _kept(optimizer), initial_state=False, sparse=False)
+        calls: list[bool] = []
+        try:
+            act = Act(own_update(type(optimizer), _closure_of(twin, calls)), None if brings_gradients else 0)
+            twin.run([act])
+            ends.append(twin.parameters)
+        except Exception:  # as it will on the real ones, unless this is for lack of gradients
+            ends.append(None)
+        if len(calls) > 1 or not all(calls):
+            return False
+    return None in ends or same_bits(*ends)
+
+
+def _closure_of(twin: Twin, calls: list[bool]) -> Callable[[], torch.Tensor]:
+    """A closure that notes of each call whether the parameters were still as they are now."""
+    parameters = [parameter.detach() for group in twin.parameters for parameter in group]
+    before = [parameter.clone() for parameter in parameters]
 
     def closure() -> torch.Tensor:
-        is_late.append([parameter._version for parameter in parameters] != before)
+        calls.append(same_bits(parameters, before))
+        twin.set_gradients(0)
         return torch.ones((), device="cpu")
 
-    with contextlib.suppress(Exception):  # it will raise again when it is called on the real ones
-        twin.run([Act(own_update(type(optimizer), closure), gradients=0)])
-    return is_late in ([], [False])
+    return closure
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> list[int]:
-    """The groups that a twin has: two of each sort are enough to show coupling between groups."""
+    """The groups that a twin has: few of each sort are enough to show coupling between groups.
+
+    Two, or three if they have different learning rates.
+    """
     signatures = [signature(group) for group in optimizer.param_groups]
+    rates = [str(group.get("lr")) if isinstance(group.get("lr"), float) else "" for group in optimizer.param_groups]
     kept: list[int] = []
     for index, sort in enumerate(signatures):
-        if sum(signatures[other] == sort for other in kept) < 2:
+        alike = [other for other in kept if signatures[other] == sort]
+        is_other_rate = rates[index] not in [rates[other] for other in alike]
+        if len(alike) < 2 or (is_other_rate and len(alike) < 3):
             kept.append(index)
     return kept
 
@@ -154,7 +180,7 @@ def _probe_groups(optimizer: torch.optim.Optimizer) -> list[Cutting]:
     found: dict[tuple[Any, ...], Cutting] = {}
     for index in kept:
         cutting = dataclasses.replace(
-            _probe_group(optimizer, kept, index), host_scalars=_host_scalars(optimizer, index)
+            _probe_in_all_dtypes(optimizer, kept, index), host_scalars=_host_scalars(optimizer, index)
         )
         found[signatures[index]] = max(found.get(signatures[index], cutting), cutting, key=lambda c: c.cut)
     cuttings = [found[sort] for sort in signatures]
@@ -164,14 +190,30 @@ def _probe_groups(optimizer: torch.optim.Optimizer) -> list[Cutting]:
     return cuttings
 
 
-def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) -> Cutting:
+def _probe_in_all_dtypes(optimizer: torch.optim.Optimizer, kept: list[int], index: int) -> Cutting:
+    """In fp32; and in 16 bits for what is coarser than elements, which CPU kernels in 16 bits would not show right."""
+    found = _probe_group(optimizer, kept, index, torch.float32)
+    for dtype in short_dtypes(optimizer.param_groups[index]):
+        other = _probe_group(optimizer, kept, index, dtype)
+        if other.cut > max(found.cut, Cut.PARAMETER) and other.kinds:
+            found = dataclasses.replace(found, cut=other.cut, reason=other.reason)
+    return found
+
+
+def short_dtypes(group: Group) -> list[torch.dtype]:
+    """The 16-bit dtypes of its parameters."""
+    return [dtype for dtype in (torch.bfloat16, torch.float16) if any(p.dtype is dtype for p in group["params"])]
+
+
+def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int, dtype: torch.dtype) -> Cutting:
     target = kept.index(index)
     failure: Exception | None = None
     acts = steps_of(type(optimizer), len(GRADIENT_SCALES))
     # Some optimizers make state when they are built (Adagrad), some take only sparse gradients (SparseAdam).
     for sparse, initial_state in itertools.product((False, True), (False, True)):
         try:
-            whole = Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
+            make = functools.partial(Twin, optimizer, kept, initial_state=initial_state, sparse=sparse, dtype=dtype)
+            whole = make()
             whole.run(acts)
         except Exception as error:  # whatever a third party's step raises, the next way is tried
             failure = failure or error
@@ -181,6 +223,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
             kinds=_kinds(whole, target),
             lasting_names=whole.lasting_names[target],
             counters=whole.changed_settings(target),
+            needs_no_gradient=_needs_no_gradient(make(), target),
         )
         if whole.draws_random_numbers:
             reason = "the update draws random numbers, in an order that cutting would change"
@@ -188,11 +231,19 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int) 
         if whole.keeps_values_of_its_own():
             return found(Cut.OPTIMIZER, reason="the update keeps values in the optimizer itself, or in its state")
         for cut in (Cut.PARAMETER, Cut.GROUP) if sparse else (Cut.ELEMENT, Cut.PARAMETER, Cut.GROUP):
-            twin = Twin(optimizer, kept, initial_state=initial_state, sparse=sparse)
-            if is_same_when_cut(twin, whole, acts, target, cut):
+            if is_same_when_cut(make(), whole, acts, target, cut):
                 return found(cut, reason=_REASONS[cut])
         return found(Cut.OPTIMIZER, reason=_REASONS[Cut.OPTIMIZER])
     return Cutting(Cut.OPTIMIZER, {}, f"its step failed on synthetic parameters ({failure!r}), so it is not cut")
+
+
+def _needs_no_gradient(twin: Twin, target: int) -> bool:
+    first, second, *_ = steps_of(type(twin.optimizer), 2)
+    try:
+        twin.run([first])
+        return twin.changes_without_gradient(second, target)
+    except Exception:  # it will raise on the real ones too, unless we keep from it what it raises for
+        return True
 
 
 def _host_scalars(optimizer: torch.optim.Optimizer, index: int) -> frozenset[str]:
@@ -214,15 +265,17 @@ _REASONS = {
 
 
 def _kinds(whole: Twin, target: int) -> dict[int, tuple[StateKind, ...]]:
-    """By number of dimensions, from the parameter of an odd shape: quantised state would be smaller."""
-    return {
-        parameter.ndim: tuple(
-            StateKind(name, None if value.dtype is parameter.dtype else value.dtype, value.shape == parameter.shape)
-            for name, value in whole.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor) and value.ndim > 0
-        )
-        for parameter in reversed(whole.parameters[target])
-    }
+    """By number of dimensions, from a parameter whose state is of plain tensors: quantised state would be smaller."""
+    kinds: dict[int, tuple[StateKind, ...]] = {}
+    for parameter in whole.parameters[target]:
+        entries = whole.optimizer.state.get(parameter, {})
+        arrays = {n: v for n, v in entries.items() if isinstance(v, torch.Tensor) and v.ndim > 0}
+        if parameter.ndim not in kinds or all(type(value) in PLAIN_TENSORS for value in arrays.values()):
+            kinds[parameter.ndim] = tuple(
+                StateKind(name, None if value.dtype is parameter.dtype else value.dtype, value.shape == parameter.shape)
+                for name, value in arrays.items()
+            )
+    return kinds
 
 
 def signature(group: Group, counters: frozenset[str] = frozenset()) -> tuple[Any, ...]:
@@ -230,7 +283,12 @@ def signature(group: Group, counters: frozenset[str] = frozenset()) -> tuple[Any
     settings = (
         (k, _setting_signature(v)) for k, v in sorted(group.items()) if k not in UNIMPORTANT and k not in counters
     )
-    return (tuple(dimensions_of(group)), isinstance(group.get("lr"), torch.Tensor), *settings)
+    return (
+        tuple(dimensions_of(group)),
+        tuple(short_dtypes(group)),
+        isinstance(group.get("lr"), torch.Tensor),
+        *settings,
+    )
 
 
 def _setting_signature(value: Any) -> str:

@@ -117,6 +117,11 @@ class StateAtRest:
             if name == (key[0] if isinstance(key, tuple) else key) and key not in but:
                 self.drop(parameter, key)
 
+    def drop_all(self, parameter: torch.nn.Parameter) -> None:
+        """The parameter has no state any more."""
+        for key in list(self.homes.get(parameter, {})):
+            self.drop(parameter, key)
+
     def bytes_of(self, parameter: torch.nn.Parameter) -> int:
         """Bytes that the parameter's state at rest takes in a slot."""
         return sum(aligned(home.layout.byte_count) for home in self.homes.get(parameter, {}).values())

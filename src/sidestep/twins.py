@@ -10,11 +10,13 @@ import copy
 import dataclasses
 import enum
 import itertools
+import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from sidestep.leaves import PLAIN_TENSORS, is_compound, tensors_within
@@ -26,16 +28,20 @@ CUT_ELEMENTS = 1024
 Result = TypeVar("Result")
 
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
-    0: ((), ()),
-    1: ((2560,), (4096,)),
-    2: ((132, 130), (64, 96)),
-    3: ((12, 16, 15), (8, 16, 32)),
-    4: ((8, 6, 8, 8), (16, 4, 8, 8)),
-    5: ((4, 4, 4, 8, 6), (4, 4, 4, 8, 8)),
+    0: ((), (), ()),
+    1: ((1536,), (4096,), (1536,)),
+    2: ((96, 64), (132, 130), (96, 64)),
+    3: ((12, 16, 15), (8, 16, 32), (8, 16, 32)),
+    4: ((8, 6, 8, 8), (16, 4, 8, 8), (16, 4, 8, 8)),
+    5: ((4, 4, 4, 8, 6), (4, 4, 4, 8, 8), (4, 4, 4, 8, 8)),
 }
-"""Two parameters for each number of dimensions: an odd one, and one of whole blocks, as quantised state needs it."""
+"""For each number of dimensions an odd shape, one of whole blocks, as quantised state needs it, and one of them twice.
 
-GRADIENT_SCALES = (1.0, 1e-3, 1e3, 1.0)
+The largest is not the first: it would hide that a value is shared.
+"""
+
+GRADIENT_SCALES = (1.0, 1e-3, 1e3, 1.0, 1.0, 1.0, 1.0)
+"""One for each step that is tried; an odd number, so that what is exchanged at each step ends up exchanged."""
 
 
 class Cut(enum.IntEnum):
@@ -54,8 +60,13 @@ def undisturbed(function: Callable[[], Result]) -> Result:
     """
 
     def call() -> Result:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return function()
+        others = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                return function()
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
 
     with torch.compiler.set_stance("force_eager"), ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(call).result()
@@ -82,7 +93,7 @@ def steps_of(kind: type[torch.optim.Optimizer], count: int) -> list[Act]:
 
 
 class Twin:
-    """An optimizer of the same class and settings on synthetic parameters, two for each number of dimensions."""
+    """An optimizer of the same class and settings on synthetic parameters, some for each number of dimensions."""
 
     def __init__(
         self,
@@ -91,6 +102,7 @@ class Twin:
         *,
         initial_state: bool,
         sparse: bool,
+        dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
         self.sparse = sparse
@@ -102,7 +114,7 @@ class Twin:
         self.parameters = [
             [
                 torch.nn.Parameter(
-                    torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
+                    torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
                 )
                 for ndim in dimensions_of(group)
                 for shape in SHAPES[ndim]
@@ -110,17 +122,17 @@ class Twin:
             for group in groups
         ]
         self.optimizer = _copy_without_parameters(optimizer, groups, self.parameters)
-        if device == "cpu":
-            for group in self.optimizer.param_groups:
-                if group.get("capturable"):
-                    group["capturable"] = False  # allowed on accelerators only; it does not change what may be cut
+        for group in self.optimizer.param_groups:
+            if group.get("capturable") and device == "cpu":
+                group["capturable"] = False  # allowed on accelerators only; it does not change what may be cut
+            if "lr" in group and not group["lr"]:
+                group["lr"] = 1e-3  # it may be warming up; with a rate of zero, nothing would be seen
         if initial_state:
             self._imitate_state(optimizer, groups)
         self._train()
-        self._attributes_before = repr(self.attributes())
-        self._groups_before = [
-            copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in self.optimizer.param_groups
-        ]
+        self._memory_before = _memory_of(self.optimizer)
+        self._settings_before = self.settings()
+        self.settings_after: list[list[Group]] = []  # by act
 
     def _train(self) -> None:
         """Optimizers with modes, such as schedule-free ones, step in one of them only."""
@@ -137,15 +149,15 @@ class Twin:
                     state = vars(optimizer)["state"][sample]
                     self.optimizer.state[parameter] = {k: _imitate(v, sample, parameter) for k, v in state.items()}
 
-    def attributes(self) -> dict[str, Any]:
-        """What the optimizer itself remembers, as far as it is plain data."""
-        plain = (bool, int, float, str, list, tuple, dict, type(None))
-        return {k: v for k, v in vars(self.optimizer).items() if isinstance(v, plain) and k not in _NOT_ITS_OWN}
+    def settings(self) -> list[Group]:
+        """The values of the groups, as they are now."""
+        own = ("params", "param_names")
+        return [copy.deepcopy({k: v for k, v in g.items() if k not in own}) for g in self.optimizer.param_groups]
 
     def keeps_values_of_its_own(self) -> bool:
         """Whether the steps have changed anything but parameters, their state and group values."""
         has_named_state = any(not isinstance(key, torch.Tensor) for key in self.optimizer.state)
-        return has_named_state or repr(self.attributes()) != self._attributes_before
+        return has_named_state or not same_bits(_memory_of(self.optimizer), self._memory_before)
 
     def prepare(self, act: Act, number: int) -> None:
         """Bring on what the ``number``-th act needs: gradients, settings, the state of the random numbers."""
@@ -155,20 +167,32 @@ class Twin:
             group.update(settings)
         torch.default_generator.manual_seed(number)  # torch.manual_seed would reseed accelerators too
 
+    def changes_without_gradient(self, act: Act, target: int) -> bool:
+        """Whether the act changes parameters of a group, or state of theirs, although they have no gradient."""
+        self.prepare(act, 0)
+        without = self.parameters[target][1:]
+        for parameter in without:
+            parameter.grad = None
+        before = [(p.detach().clone(), copy.deepcopy(self.optimizer.state.get(p))) for p in without]
+        run_on(self.optimizer, act.update, self.optimizer.param_groups, self.optimizer.state)
+        after = [(parameter.detach(), self.optimizer.state.get(parameter)) for parameter in without]
+        return not same_bits(before, after)
+
     def run(self, acts: Sequence[Act]) -> None:
         """Each act on all parameters at once."""
         for number, act in enumerate(acts):
             self.prepare(act, number)
-            state = torch.get_rng_state()
+            before = _random_state()
             self.result = run_on(self.optimizer, act.update, self.optimizer.param_groups, self.optimizer.state)
-            self.draws_random_numbers |= not torch.equal(state, torch.get_rng_state())
+            self.draws_random_numbers |= _random_state() != before
+            self.settings_after.append(self.settings())
             names = [_names_in_all(self.optimizer.state, parameters) for parameters in self.parameters]
             self.lasting_names = [a & b for a, b in zip(self.lasting_names or names, names, strict=True)]
 
     def changed_settings(self, target: int) -> frozenset[str]:
         """What has changed in the values of a group since the twin was made."""
-        before, now = self._groups_before[target], self.optimizer.param_groups[target]
-        return frozenset(key for key in now if key != "params" and not same_bits(now[key], before.get(key)))
+        before, now = self._settings_before[target], self.settings()[target]
+        return frozenset(key for key in now if not same_bits(now[key], before.get(key)))
 
     def watch_state(self) -> None:
         """Note from now on whether anybody looks at the state."""
@@ -187,10 +211,40 @@ class Twin:
         for parameters in self.parameters:
             for parameter in parameters:
                 gradient = torch.randn(parameter.shape, generator=generator, device="cpu", dtype=torch.float32)
-                gradient *= GRADIENT_SCALES[step]
-                parameter.grad = (
-                    gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient.to(parameter.device)
-                )
+                gradient = (gradient * GRADIENT_SCALES[step]).to(parameter.device, parameter.dtype)
+                parameter.grad = gradient.to_sparse(1) if self.sparse and parameter.ndim else gradient
+
+
+def _random_state() -> tuple[Any, ...]:
+    """The state of every generator that a third party's step may draw from without asking."""
+    numbers = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), repr(numbers), numbers[1].tobytes()  # type: ignore[index]
+
+
+def _memory_of(thing: Any, depth: int = 0) -> Any:
+    """A copy of what an object remembers in its attributes, generators included; objects within it are looked into."""
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if isinstance(thing, (random.Random, np.random.RandomState)):
+        return repr(thing.getstate() if isinstance(thing, random.Random) else thing.get_state())
+    if isinstance(thing, np.random.Generator):
+        return repr(thing.bit_generator.state)
+    if isinstance(thing, np.ndarray):
+        return thing.tobytes()
+    if isinstance(thing, torch.Tensor):
+        return thing.detach().clone()
+    if isinstance(thing, dict):
+        return {repr(key): _memory_of(value, depth) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple, deque, set, frozenset)):
+        return [_memory_of(value, depth) for value in thing]
+    if isinstance(thing, (bool, int, float, str, bytes, type(None))):
+        return thing
+    if depth > _DEPTH or isinstance(thing, torch.nn.Module) or callable(thing) or not hasattr(thing, "__dict__"):
+        return type(thing).__name__
+    return {k: _memory_of(v, depth + 1) for k, v in vars(thing).items() if depth or k not in _NOT_ITS_OWN}
+
+
+_DEPTH = 2
 
 
 def _names_in_all(state: State, parameters: list[torch.nn.Parameter]) -> frozenset[str]:
@@ -206,6 +260,7 @@ def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, 
     try:
         for number, act in enumerate(acts):
             twin.prepare(act, number)
+            parts, states = _made_anew(twin, target, cut, parts, states)
             values = GroupValues(twin.optimizer, [len(parts)] * len(twin.optimizer.param_groups))
             results = []
             for part, state in zip(parts, states, strict=True):
@@ -215,6 +270,8 @@ def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, 
                 results.append(run_on(twin.optimizer, act.update, [lent], state))
                 values.take_back(target, lent, before)
             values.write_back()
+            if not same_bits(twin.settings()[target], whole.settings_after[number][target]):
+                return False
     except Exception:  # a step that fails when cut must not be cut so
         return False
     if not all(same_bits(result, whole.result) for result in results):
@@ -272,6 +329,18 @@ def _parts(parameters: list[torch.nn.Parameter], cut: Cut) -> Iterator[list[_Par
                 yield [_Part(p, torch.nn.Parameter(flat[start:stop]), start, stop)]
 
 
+def _made_anew(
+    twin: Twin, target: int, cut: Cut, parts: list[list[_Part]], states: list[State]
+) -> tuple[list[list[_Part]], list[State]]:
+    """The same parts with their state: slices are new objects at each step, and what hangs on the old ones is lost."""
+    anew = list(_parts(twin.parameters[target], cut))
+    moved: list[State] = []
+    for part, other, state in zip(parts, anew, states, strict=True):
+        views = {id(old.view): new.view for old, new in zip(part, other, strict=True)}
+        moved.append(defaultdict(dict, {views.get(id(key), key): entries for key, entries in state.items()}))
+    return anew, moved
+
+
 def _set_part_gradients(part: list[_Part]) -> None:
     for piece in part:
         if piece.view is not piece.parameter:
@@ -313,12 +382,7 @@ def _is_same_end(twin: Twin, whole: Twin, target: int, parts: list[list[_Part]],
                 return False
             if not all(_is_same_part(found[name], expected[name], piece) for name in expected):
                 return False
-    mine_group, their_group = (t.optimizer.param_groups[target] for t in (twin, whole))
-    return all(
-        same_bits(mine_group.get(key), value)
-        for key, value in their_group.items()
-        if key not in ("params", "param_names")
-    )
+    return True
 
 
 def _is_same_part(value: Any, expected: Any, piece: _Part) -> bool:
@@ -359,7 +423,7 @@ def dimensions_of(group: Group) -> list[int]:
 
 
 _FLAGS_OF_TORCH = ("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
-_NOT_ITS_OWN = ("state", "param_groups", "defaults", *_FLAGS_OF_TORCH)
+_NOT_ITS_OWN = ("state", "param_groups", *_FLAGS_OF_TORCH)
 
 
 def _copy_without_parameters(

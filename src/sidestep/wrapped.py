@@ -50,14 +50,14 @@ class GroupValues:
     """The groups' values as they were before the step, from which every chunk starts, and what the step made of them.
 
     An optimizer may keep counters in its groups. Each chunk gets a copy of its group, so that a counter moves once a
-    step however many chunks the group has; what the first chunk changed is written back by ``write_back``.
+    step however many chunks the group has; what a chunk was the first to change is written back by ``write_back``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, chunks_of_group: Sequence[int]) -> None:
         """``chunks_of_group[i]``: into how many chunks group i is cut; one alone may have the group's own tensors."""
         self._groups: list[Group] = optimizer.param_groups
         self._chunks_of_group = chunks_of_group
-        self._changes: dict[int, list[_Change]] = {}
+        self._changes: dict[int, dict[str, _Change]] = {}
         chooses_as_torch = _is_of_torch(type(optimizer))
         self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
 
@@ -79,19 +79,18 @@ class GroupValues:
 
     def take_back(self, index: int, lent: Group, lent_before: Group) -> None:
         """Note what a step did to the group that was lent; ``lent_before`` is a shallow copy from before it."""
-        if index in self._changes:
-            return
-        self._changes[index] = [
-            _Change(key, value, in_place=value is lent_before.get(key))
-            for key, value in lent.items()
-            if key not in ("params", "param_names") and (key not in lent_before or _is_changed(value, lent_before[key]))
-        ]
+        changes = self._changes.setdefault(index, {})
+        for key, value in lent.items():
+            if key in changes or key in ("params", "param_names"):
+                continue  # every chunk started from the same value, so the first change is the step's
+            if key not in lent_before or _is_changed(value, lent_before[key]):
+                changes[key] = _Change(key, value, in_place=value is lent_before.get(key))
 
     def write_back(self) -> None:
         """Give the groups the values that the step left, each change once."""
         for index, changes in self._changes.items():
             group = self._groups[index]
-            for change in changes:
+            for change in changes.values():
                 before = group.get(change.key)
                 if change.in_place and isinstance(before, torch.Tensor) and before is not change.value:
                     before.copy_(change.value)

@@ -1,8 +1,8 @@
 """A step that ends anywhere: the run goes on from there, or is told to load a checkpoint, and the numbers stay right.
 
-Each kind of fault strikes at each point in turn. Afterwards the optimizer either can step again (and says by its count of
-steps whether this one was made), or says that it is broken; then a checkpoint is loaded. Either way the rest of the run
-must have the bits of a plain run that nothing disturbed, and no memory is left behind.
+Each kind of fault strikes at each point in turn. Afterwards the optimizer either can step again (and says by its count
+of steps whether this one was made), or says that it is broken; then a checkpoint is loaded. Either way the rest of the
+run must have the bits of a plain run that nothing disturbed, and no memory is left behind.
 """
 
 from __future__ import annotations

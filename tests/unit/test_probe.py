@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sidestep.probe import Cut, probe
+from tests import habits
 from tests.optimizers import CASES, Case
 
 COARSER = {"Adafactor": Cut.PARAMETER, "Muon": Cut.PARAMETER, "SparseAdam": Cut.PARAMETER}
@@ -17,63 +20,60 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(8, 8)), torch.nn.Parameter(torch.randn(4, 2))]
 
 
+def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(shape, dtype=dtype))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_torch_optim(case: Case) -> None:
     (cutting,) = probe(case.build(parameters()))
     assert cutting.cut is COARSER.get(case.kind.__name__, Cut.ELEMENT)
 
 
-class Deceiver(torch.optim.Optimizer):
-    """SGD with one bad habit."""
+def groups_of(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """Three groups alike but for the learning rate of the last."""
+    return [
+        {
+            "params": [(f"{name}.weight", parameter(8, 8, dtype=dtype)), (f"{name}.bias", parameter(8, dtype=dtype))],
+            "lr": lr,
+        }
+        for name, lr in [("a", 0.1), ("b", 0.1), ("c", 0.2)]
+    ]
 
-    def __init__(self, parameters: Any, habit: str) -> None:
-        super().__init__(parameters, {"lr": 0.1, "counter": 0})
-        self.habit = habit
-        self.calls = 0
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.calls += self.habit == "counts in itself"
-        for group in self.param_groups:
-            group["counter"] += 1
-            members = [p for p in group["params"] if p.grad is not None]
-            for p in members:
-                p.sub_(p.grad * self._factor(p, members, group), alpha=group["lr"])
+@pytest.mark.parametrize("case", habits.CASES, ids=str)
+def test_habits(case: habits.Case) -> None:
+    for cutting in probe(case.kind(groups_of())):
+        assert case.right <= cutting.cut <= case.coarsest
 
-    def _factor(self, p: torch.Tensor, members: list[torch.Tensor], group: dict[str, Any]) -> Any:
-        if self.habit == "counts in the group":
-            return 1 / group["counter"]
-        if self.habit == "counts in itself":
-            return 1 / self.calls
-        if self.habit == "looks at the whole parameter":
-            return p.grad.abs().max()
-        if self.habit == "clips each parameter, rarely":
-            return (100 / p.grad.norm()).clamp(max=1)
-        if self.habit == "looks at the group":
-            return sum(q.grad.norm() for q in members)
-        if self.habit == "looks at the other groups":
-            return sum(q.grad.norm() for g in self.param_groups for q in g["params"])
-        if self.habit == "draws random numbers":
-            return torch.rand_like(p)
-        return 1.0
+
+@pytest.mark.parametrize("case", habits.IN_16_BITS, ids=str)
+def test_habits_in_16_bits(case: habits.Case) -> None:
+    for cutting in probe(case.kind(groups_of(torch.bfloat16))):
+        assert case.right <= cutting.cut <= case.coarsest
 
 
 @pytest.mark.parametrize(
-    ("habit", "cut"),
+    ("kind", "cut"),
     [
-        ("none", Cut.ELEMENT),
-        ("counts in the group", Cut.ELEMENT),
-        ("counts in itself", Cut.OPTIMIZER),
-        ("looks at the whole parameter", Cut.PARAMETER),
-        ("clips each parameter, rarely", Cut.PARAMETER),
-        ("looks at the group", Cut.GROUP),
-        ("looks at the other groups", Cut.OPTIMIZER),
-        ("draws random numbers", Cut.OPTIMIZER),
+        (habits.LooksAtTheParameter, Cut.PARAMETER),
+        (habits.LooksAtTheNumberOfRows, Cut.PARAMETER),
+        (habits.ClipsEachGroup, Cut.GROUP),
     ],
 )
-def test_deceivers(habit: str, cut: Cut) -> None:
-    groups = [{"params": parameters()}, {"params": parameters(), "lr": 0.2}]
-    assert {cutting.cut for cutting in probe(Deceiver(groups, habit))} == {cut}
+def test_a_learning_rate_of_zero_hides_nothing(kind: type[habits.Habit], cut: Cut) -> None:
+    """As a scheduler with a warm-up leaves it."""
+    groups = [{**group, "lr": 0.0} for group in groups_of()]
+    assert {cutting.cut for cutting in probe(kind(groups))} == {cut}
+
+
+@pytest.mark.parametrize("kind", [habits.DrawsFromPythonsGenerator, habits.DrawsFromNumpy])
+def test_it_leaves_other_random_numbers_alone(kind: type[habits.Habit]) -> None:
+    optimizer = kind(groups_of())
+    before = random.getstate(), np.random.get_state()
+    probe(optimizer)
+    assert random.getstate() == before[0]
+    assert all(map(np.array_equal, np.random.get_state(), before[1]))
 
 
 def test_it_changes_nothing() -> None:

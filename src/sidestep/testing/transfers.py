@@ -140,6 +140,8 @@ class Interception:
         return result
 
     def _move(self, tensor: torch.Tensor, there: torch.device, wanted: Destination) -> torch.Tensor:
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            return self._move_parts(tensor, dataclasses.replace(wanted, dtype=None))
         category = current_category()
         if isinstance(tensor, torch.nn.Parameter):
             category = "parameters"
@@ -154,6 +156,13 @@ class Interception:
             moved: torch.Tensor = Move.apply(tensor, self._machine, there, options)  # type: ignore[no-untyped-call]
             return moved
         return self._machine.move(tensor, there, **options)
+
+    def _move_parts(self, tensor: Any, wanted: Destination) -> torch.Tensor:
+        """A tensor that is made of others, which alone have memory."""
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self._to(getattr(tensor, name), wanted) for name in names}
+        moved: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+        return moved
 
     def cpu(self, tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """Itself, or a copy on the host."""
