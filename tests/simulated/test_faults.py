@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -205,3 +208,42 @@ def test_a_step_leaves_torchs_threads_alone() -> None:
             set_gradients(weights)
             optimizer.step()
             assert torch.get_num_threads() == before
+
+
+EXHAUSTS_THE_HOST = """
+import resource, warnings
+import torch, sidestep
+from sidestep.errors import CapacityError
+from sidestep.testing import SimulatedDevice
+
+warnings.simplefilter("ignore")
+MIB = 2**20
+with SimulatedDevice("eager") as device:
+    weights = [torch.nn.Parameter(torch.ones(1024, 1024).to(device.address)) for _ in range(24)]
+    twins = [torch.nn.Parameter(torch.ones(1024, 1024).to(device.address)) for _ in range(24)]
+    optimizer = sidestep.offload(torch.optim.AdamW(weights, foreach=False), chunk_bytes="1MiB", slots=1)
+    plain = torch.optim.AdamW(twins, foreach=False)
+    for weight in (*weights, *twins):
+        weight.grad = torch.full_like(weight, 0.5)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 16 * MIB, before[1]))  # 192 MiB of state are to be made
+    try:
+        optimizer.step()
+    except CapacityError as error:
+        assert "the host has no room for" in str(error), error
+    else:
+        raise AssertionError("there was room")
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    assert all(bool((weight == 1).all()) for weight in weights)
+    for _ in range(2):
+        optimizer.step()
+        plain.step()
+    assert all(map(torch.equal, weights, twins))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc and RLIMIT_AS")
+def test_a_host_without_memory_is_an_error_after_which_the_run_goes_on() -> None:
+    done = subprocess.run([sys.executable, "-c", EXHAUSTS_THE_HOST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import pytest
@@ -46,3 +47,20 @@ def test_the_thread_ends_with_its_worker() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_worker_whose_thread_is_gone_is_an_error_and_not_a_hang() -> None:
+    """As in a forked process, which has the worker but not its thread."""
+    worker = HostWorker("worker")
+    worker.record().synchronize()
+    child = os.fork()
+    if child == 0:
+        try:
+            worker.record().synchronize()
+        except RuntimeError as error:
+            os._exit(0 if "has ended before its work was done" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    worker.record().synchronize()
