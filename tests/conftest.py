@@ -12,6 +12,7 @@ SIMULATED = Path(__file__).parent / "simulated"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=20, help="how many seeds each randomised test runs with (default 20)")
+    parser.addoption("--examples", type=int, help="how many random lives to try (default: 25 for each of --seeds, 500)")
     parser.addoption("--every", type=int, default=1, help="of the simulated tests run only each N-th (default 1: all)")
 
 
@@ -44,3 +45,9 @@ def _names(argument: str | list[str] | tuple[str, ...]) -> list[str]:
 def seed_count(request: pytest.FixtureRequest) -> int:
     """The value of ``--seeds``, for tests that loop over seeds themselves."""
     return int(request.config.getoption("--seeds"))
+
+
+@pytest.fixture
+def example_count(request: pytest.FixtureRequest) -> int:
+    """How many examples the generated tests try, all together."""
+    return int(request.config.getoption("--examples") or 25 * request.config.getoption("--seeds"))
