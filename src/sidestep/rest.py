@@ -151,12 +151,18 @@ class StateAtRest:
             self.forget_layouts()
 
     def untangle(self, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
-        """Copy state that somebody has moved between parameters, before ``adopt`` overwrites its old home."""
-        occupied = {h.tensor.untyped_storage()._cdata for named in self.homes.values() for h in named.values()}
+        """Take apart what somebody has moved between parameters, before ``adopt`` overwrites its old home.
+
+        It is copied; to the device, if it cannot rest where it has come to.
+        """
+        occupied = {h.tensor.untyped_storage()._cdata for homes in self.homes.values() for h in homes.values()}
         for subject in subjects:
             for key, value in list(tensors_of(state.get(subject.parameter))):
-                if self._is_stranger(subject, key, value) and value.untyped_storage()._cdata in occupied:
-                    put(state[subject.parameter], {key: value.clone()})
+                home = self.get(subject.parameter, key)
+                is_at_home = home is not None and home.tensor is value
+                if not is_at_home and type(value) in PLAIN_TENSORS and value.untyped_storage()._cdata in occupied:
+                    copied = value.clone() if may_rest(value, subject) else value.to(subject.address, copy=True)
+                    put(state[subject.parameter], {key: copied})
 
     def evacuate(self, subject: Subject, state: Entries) -> None:
         """Give up homes in which the parameter could not be cut as it may be now; ``adopt`` finds new ones."""
