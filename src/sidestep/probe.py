@@ -29,6 +29,7 @@ from sidestep.twins import (
     same_bits,
     steps_of,
     undisturbed,
+    uses_kernels_for_many,
 )
 from sidestep.wrapped import Group, Update, own_update
 
@@ -49,7 +50,8 @@ class Cutting:
     ``kinds``: state tensors by the parameter's number of dimensions. ``host_scalars``: the 0-dim state that the
     optimizer keeps on the host wherever its parameters are. ``lasting_names``: what every state has from the
     first step on. ``counters``: what the step itself changes in the group. ``needs_no_gradient``: the step changes also
-    parameters that have no gradient, or their state.
+    parameters that have no gradient, or their state. ``leaves_marks``: it changes tensors one by one, so that
+    each counts its versions.
     """
 
     cut: Cut
@@ -59,6 +61,7 @@ class Cutting:
     lasting_names: frozenset[str] = frozenset()
     counters: frozenset[str] = frozenset()
     needs_no_gradient: bool = False
+    leaves_marks: bool = True
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
         """The state tensors that the optimizer keeps for a parameter with so many dimensions."""
@@ -224,6 +227,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int, 
             lasting_names=whole.lasting_names[target],
             counters=whole.changed_settings(target),
             needs_no_gradient=_needs_no_gradient(make(), target),
+            leaves_marks=not uses_kernels_for_many(make(), acts[:1]),
         )
         if whole.draws_random_numbers:
             reason = "the update draws random numbers, in an order that cutting would change"

@@ -104,11 +104,18 @@ class Step:
         try:
             self._results.append(run_on(self._optimizer, self._update, list(groups.values()), loan.state))
         except BaseException:
-            leaves_no_mark = any(group.get("fused") for group in groups.values())
-            self.has_changed = leaves_no_mark or marks != loan.marks()
+            self.has_changed = not self._leaves_marks(loan.chunk, groups) or marks != loan.marks()
             raise
         for index, group in groups.items():
             self._values.take_back(index, group, before[index])
+
+    @staticmethod
+    def _leaves_marks(chunk: Chunk, groups: dict[int, Group]) -> bool:
+        """Whether version counters would tell of any change: kernels for many tensors at once need not count."""
+        by_settings = not any(
+            group.get("fused") or group.get("foreach", False) is not False for group in groups.values()
+        )
+        return by_settings and all(piece.subject.cutting.leaves_marks for piece in chunk.pieces)
 
     def _update_idle_groups(self) -> None:
         """Groups without any gradient: their state is not touched, but a counter in them may move."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestep.leaves import PLAIN_TENSORS, is_compound, tensors_within
 from sidestep.wrapped import Group, GroupValues, State, Update, own_update, run_on
@@ -277,6 +278,25 @@ def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, 
     if not all(same_bits(result, whole.result) for result in results):
         return False
     return _is_same_end(twin, whole, target, parts, states)
+
+
+def uses_kernels_for_many(twin: Twin, acts: Sequence[Act]) -> bool:
+    """Whether the acts call kernels that change many tensors at once."""
+    with _Kernels() as kernels:
+        twin.run(acts)
+    return any(name.startswith(("aten::_foreach", "aten::_fused")) for name in kernels.names)
+
+
+class _Kernels(TorchDispatchMode):
+    """Notes the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 class _Watched(MutableMapping[Any, Any]):
