@@ -63,9 +63,12 @@ class Subject:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes that the state will take in a slot: as predicted, or more if more of it is there."""
+        """Bytes that the state will take in a slot: as predicted, or more if more of it is there.
+
+        Of a parameter that may be cut, only what is shaped as it is leaves the device, and that is predicted.
+        """
         predicted = sum(aligned(self.parameter.numel() * itemsize) for itemsize in self.itemsizes)
-        return max(predicted, self.bytes_at_rest) if self.offloads else 0
+        return max(predicted, self.bytes_at_rest) if self.offloads and not self.is_sliceable else predicted
 
     @functools.cached_property
     def is_sliceable(self) -> bool:
