@@ -218,8 +218,8 @@ class Twin:
 
 def _random_state() -> tuple[Any, ...]:
     """The state of every generator that a third party's step may draw from without asking."""
-    numbers = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), repr(numbers), numbers[1].tobytes()  # type: ignore[index]
+    numbers = np.random.get_state(legacy=False)["state"]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers["key"].tobytes(), numbers["pos"]
 
 
 def _memory_of(thing: Any, depth: int = 0) -> Any:
