@@ -59,6 +59,7 @@ class Arrangement:
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
+        self._near_at: dict[torch.nn.Parameter, torch.device] = {}
         self._must_stay_whole: set[torch.nn.Parameter] = set()
         self._is_edited = True
         self._calls_closure_first: bool | None = None
@@ -288,7 +289,6 @@ class Arrangement:
     def _replan(self) -> None:
         self.land()
         self._check_sparse_gradients()
-        addresses = {subject.parameter: subject.address for subject in self.subjects}
         self.subjects = list(self._make_subjects())
         chunk_bytes = self.settings.chunk_bytes
         self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
@@ -297,11 +297,19 @@ class Arrangement:
         self._is_housed.clear()
         self._make_rings()
         self._settle_homes()
-        for subject in self.subjects:
-            if self._planned is None or addresses.get(subject.parameter) != subject.address:
-                bring_near(subject, self.optimizer.state.get(subject.parameter, {}))
+        self._bring_near()
         self.at_rest.forget_layouts()
         self._is_edited = True
+
+    def _bring_near(self) -> None:
+        """State that stays goes to where its parameter is, if that has moved since this was last done."""
+        if self._planned is None:
+            self._near_at.clear()
+        for subject in self.subjects:
+            if self._near_at.get(subject.parameter) != subject.address:
+                bring_near(subject, self.optimizer.state.get(subject.parameter, {}))
+                self._near_at[subject.parameter] = subject.address
+        self._near_at = {subject.parameter: subject.address for subject in self.subjects}
 
     def _make_subjects(self) -> Iterable[Subject]:
         names = self.names()

@@ -9,7 +9,7 @@ again with the first chunks of the next step, which arrive while forward and bac
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,18 +99,23 @@ class Step:
     def _update_chunk(self, loan: Loan) -> None:
         groups = {index: self._values.lend(index, *loan.of_group(index)) for index in loan.chunk.groups}
         before = {index: dict(group) for index, group in groups.items()}
+        for group in groups.values():
+            group.is_seen = False
         marks = None if self.has_changed else loan.marks()
         self.has_changed = True
         try:
             self._results.append(run_on(self._optimizer, self._update, list(groups.values()), loan.state))
         except BaseException:
-            self.has_changed = not self._leaves_marks(loan.chunk, groups) or marks != loan.marks()
+            if marks is not None and not any(group.is_seen for group in groups.values()):
+                self.has_changed = False
+            else:
+                self.has_changed = not self._leaves_marks(loan.chunk, groups) or marks != loan.marks()
             raise
         for index, group in groups.items():
             self._values.take_back(index, group, before[index])
 
     @staticmethod
-    def _leaves_marks(chunk: Chunk, groups: dict[int, Group]) -> bool:
+    def _leaves_marks(chunk: Chunk, groups: Mapping[int, Group]) -> bool:
         """Whether version counters would tell of any change: kernels for many tensors at once need not count."""
         by_settings = not any(
             group.get("fused") or group.get("foreach", False) is not False for group in groups.values()

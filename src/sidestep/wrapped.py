@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +46,40 @@ def own_update(kind: type[torch.optim.Optimizer], closure: Callable[[], Any] | N
     return step if closure is None else functools.partial(step, closure=closure)
 
 
+class LentGroup(dict[str, Any]):
+    """A group that knows whether anybody has asked for its parameters: until then nothing can have changed them."""
+
+    is_seen = False
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "params":
+            self.is_seen = True
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of any dictionary."""
+        return self[key] if key in self else default  # noqa: SIM401 - this is get
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_seen = True  # whoever copies a dictionary comes by here
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """As of any dictionary."""
+        self.is_seen = True
+        return super().keys()
+
+    def values(self) -> Any:
+        """As of any dictionary."""
+        self.is_seen = True
+        return super().values()
+
+    def items(self) -> Any:
+        """As of any dictionary."""
+        self.is_seen = True
+        return super().items()
+
+
 class GroupValues:
     """The groups' values as they were before the step, from which every chunk starts, and what the step made of them.
 
@@ -61,10 +95,10 @@ class GroupValues:
         chooses_as_torch = _is_of_torch(type(optimizer))
         self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
 
-    def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> Group:
+    def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> LentGroup:
         """A copy of group ``index`` that has these parameters, with these names, only."""
         group = self._groups[index]
-        lent = {key: self._lend_value(index, value) for key, value in group.items()}
+        lent = LentGroup({key: self._lend_value(index, value) for key, value in group.items()})
         lent["params"] = parameters
         if "param_names" in lent:
             lent["param_names"] = names
