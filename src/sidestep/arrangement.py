@@ -371,8 +371,10 @@ class Arrangement:
             subject = subjects.get(parameter)
             for key, home in list(self.at_rest.homes[parameter].items()):
                 current = tensor_at(self.optimizer.state.get(parameter), key)
-                if subject is not None and current is home.tensor and not may_rest(current, subject):
-                    put(self.optimizer.state[parameter], {key: to_device(home, subject.address)})
+                if subject is not None and current is not None and not may_rest(current, subject):
+                    is_at_home = current is home.tensor
+                    near = to_device(home, subject.address) if is_at_home else current.to(subject.address)
+                    put(self.optimizer.state[parameter], {key: near})
                     self.at_rest.drop(parameter, key)
                 elif subject is None or current is None:
                     self.at_rest.drop(parameter, key)
