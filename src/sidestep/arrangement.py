@@ -103,8 +103,8 @@ class Arrangement:
             return method(self.optimizer)
         if reach is probe.Reach.CHUNKS:
             return self._run(method, self.chunks)
-        self.bring_to_device()
         try:
+            self.bring_to_device()
             return method(self.optimizer)
         finally:
             self.forget_plan()
@@ -432,9 +432,14 @@ class Arrangement:
         return max([*coupled, *whole, *cut], default=1)
 
     def bring_back(self) -> None:
-        """All state back to its parameter's device, for good. If it fails, each tensor is in one place or the other."""
+        """All state back to its parameter's device, for good. If it fails, all goes home again."""
         self.prepare()
-        self.bring_to_device()
+        try:
+            self.bring_to_device()
+        except BaseException:
+            self._is_edited = True
+            self.prepare()
+            raise
         self.close()
 
     def bring_to_device(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sidestep.chunks import Chunk, Piece, Subject, aligned
-from sidestep.engine.device import Device
+from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, is_dense, memory_of
 from sidestep.leaves import PLAIN_TENSORS, Entries, Key, put, tensor_at, tensors_of
@@ -245,9 +245,13 @@ def may_rest(value: Any, subject: Subject) -> bool:
 
 
 def bring_near(subject: Subject, entries: Entries) -> None:
-    """Move state that is too small to be offloaded to its parameter, wherever that has moved to. Scalars stay."""
+    """Move state that is too small to be offloaded to its parameter, wherever that has moved to.
+
+    Scalars stay, but not on a device inside a container whose parameter is on the host.
+    """
     for key, value in list(tensors_of(entries)):
-        if value.ndim > 0 and value.device != subject.address and not may_rest(value, subject):
+        is_array = value.ndim > 0 or (isinstance(key, tuple) and device_at(value.device) is not None)
+        if is_array and value.device != subject.address and not may_rest(value, subject):
             put(entries, {key: value.to(subject.address)})
 
 
