@@ -72,8 +72,10 @@ class Arrangement:
 
     # Steps.
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer; ``check_usable`` comes first. Each chunk's update gets ``closure``.
+
+        Returns what the first of these updates returned.
 
         Raises:
             BrokenStepError: a host worker failed to move state.
@@ -82,11 +84,12 @@ class Arrangement:
         self.prepare()
         due = self._due()
         self._make_homes(due)
-        self._run(own_update(type(self.optimizer), closure), due, counted=True)
+        result = self._run(own_update(type(self.optimizer), closure), due, counted=True)
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
             self.note_peak("parameters", bytes_of(self.device_parameters()))
+        return result
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the wrapped optimizer: chunk by chunk if its numbers allow that, else at once.
@@ -100,6 +103,7 @@ class Arrangement:
         self.prepare()
         reach = self._reach_of(name, method, args, kwargs)
         if reach is probe.Reach.NOTHING:
+            self.expect_edits()  # it may return the state
             return method(self.optimizer)
         if reach is probe.Reach.CHUNKS:
             return self._run(method, self.chunks)
@@ -114,7 +118,8 @@ class Arrangement:
         if not all(isinstance(value, _PLAIN) for value in (*args, *kwargs.values())):
             return probe.Reach.ALL  # trying it would change what was given, and parameters must be the real ones
         attributes = {k: v for k, v in vars(self.optimizer).items() if isinstance(v, _PLAIN)}
-        case = (name, repr(args), repr(kwargs), repr(attributes), *self._signatures)
+        values = [{k: v for k, v in g.items() if isinstance(v, _PLAIN)} for g in self.optimizer.param_groups]
+        case = (name, repr(args), repr(kwargs), repr(attributes), repr(values), *self._signatures)
         if case not in self._reaches:
             self._reaches[case] = probe.reach_of(self.optimizer, method, self.cuttings)
         return self._reaches[case]
@@ -220,9 +225,11 @@ class Arrangement:
             if chunk.address is None or chunk in self._is_housed:
                 continue
             subjects = [piece.subject for piece in chunk.pieces if piece.start == 0]
-            new = [s for s in subjects if s.parameter.grad is not None and not self.optimizer.state.get(s.parameter)]
+            stateless = [subject for subject in subjects if not self.optimizer.state.get(subject.parameter)]
+            new = [subject for subject in stateless if subject.parameter.grad is not None]
             self.at_rest.make_early(self._device(chunk.address), new)
-            self._is_housed.add(chunk)
+            if not stateless:  # until then, look again: one may get its first gradient later, or a step may fail
+                self._is_housed.add(chunk)
 
     # Planning.
 
@@ -389,6 +396,7 @@ class Arrangement:
         """Somebody looks at the state, or has changed it: land, and look at every entry before the next step."""
         self.land()
         self._is_edited = True
+        self._is_housed.clear()
 
     def _honour_edits(self) -> None:
         """Give homes to state that has none, and forget homes whose tensor was removed."""

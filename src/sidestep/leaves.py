@@ -44,8 +44,10 @@ def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
 
 
 def tensors_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Each tensor of a compound entry with its key."""
-    return _within((name,), value)
+    """Each tensor of a compound entry with its key; none if some of them share memory, which moving would separate."""
+    found = list(_within((name,), value))
+    memories = [tensor.untyped_storage()._cdata for _, tensor in found if type(tensor) in PLAIN_TENSORS]
+    return iter(found) if len(set(memories)) == len(memories) else iter(())
 
 
 def tensor_at(entries: Any, key: Key) -> torch.Tensor | None:
@@ -56,7 +58,7 @@ def tensor_at(entries: Any, key: Key) -> torch.Tensor | None:
         value = entries.get(key)
         return value if isinstance(value, torch.Tensor) else None
     value = entries.get(key[0])
-    return dict(_within(key[:1], value)).get(key) if is_compound(value) else None
+    return dict(tensors_within(key[0], value)).get(key) if is_compound(value) else None
 
 
 def put(entries: Entries, tensors: Mapping[Key, torch.Tensor]) -> None:

@@ -148,7 +148,7 @@ class Lender:
             elif piece.start == 0:
                 own[name] = value
                 self._at_rest.drop_entry(piece.parameter, name)
-        if len(after) != len(own):
+        if own.keys() != after.keys():
             for name in [name for name in own if name not in after]:
                 del own[name]
                 self._at_rest.drop_entry(piece.parameter, name)

@@ -126,14 +126,16 @@ def load(state_dict: StateDict, arrangement: Arrangement) -> None:
         _load_plain(optimizer, {"state": scalars, "param_groups": saved_groups})
         arrangement.plan()
         _merge(loaded, arrangement)
-    except Exception as error:
+    except BaseException as error:
         optimizer.param_groups, optimizer.state = before
         arrangement.forget_plan()
+        if not isinstance(error, Exception):
+            raise
         kind = type(optimizer).__name__
         raise StateDictError(f"{kind} does not take the state dict ({error!r}). Nothing was loaded") from error
     try:
         arrangement.prepare()
-    except Exception as error:  # some state may be overwritten by now
+    except BaseException as error:  # some state may be overwritten by now
         arrangement.broken_by = error
         raise
 

@@ -221,11 +221,17 @@ class OffloadOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that only the wrapped optimizer has is set there, where its class looks for it."""
         original = self.__dict__.get("_original")
-        is_its_own = original is not None and name in vars(original) and name not in self.__dict__
-        if is_its_own and not hasattr(type(self), name):
+        if name not in self.__dict__ and _belongs_to(original, name):
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        original = self.__dict__.get("_original")
+        if name not in self.__dict__ and _belongs_to(original, name):
+            delattr(original, name)
+        else:
+            super().__delattr__(name)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method that only the wrapped class has, such as schedule-free's ``train`` and ``eval``."""
@@ -275,13 +281,13 @@ class OffloadOptimizer(Optimizer):
         self._lend_scale()
         try:
             with _outside_inference_mode(), deferred_interrupts():
-                self._arrangement.step(None if closure is None else lambda: loss)
+                result = self._arrangement.step(None if closure is None else lambda: loss)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
         finally:
             self._take_scale_back()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
-        return loss
+        return result if closure is None else loss
 
     def _lend_scale(self) -> None:
         """What a ``GradScaler`` sets on this object for one step, the wrapped optimizer looks for on itself."""
@@ -398,6 +404,7 @@ class OffloadOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._require_live()
         self._arrangement.check_usable()
+        self._collect_own_policies()
         self._arrangement.land()
         return {"original": self._original, "settings": self._settings, "own_policies": self._own_policies}
 
@@ -406,6 +413,13 @@ class OffloadOptimizer(Optimizer):
         self._settings = state["settings"]
         self._own_policies = state["own_policies"]
         self._set_up()
+
+
+def _belongs_to(original: Optimizer | None, name: str) -> bool:
+    """Whether an attribute is one that only the wrapped optimizer, or its class, has."""
+    if original is None or hasattr(OffloadOptimizer, name):
+        return False
+    return name in vars(original) or hasattr(type(original), name)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sidestep.leaves import PLAIN_TENSORS
+from sidestep.leaves import PLAIN_TENSORS, tensors_of
 from sidestep.twins import (
     GRADIENT_SCALES,
     SHAPES,
@@ -26,10 +26,10 @@ from sidestep.twins import (
     Twin,
     dimensions_of,
     is_same_when_cut,
+    leaves_marks,
     same_bits,
     steps_of,
     undisturbed,
-    uses_kernels_for_many,
 )
 from sidestep.wrapped import Group, Update, own_update
 
@@ -47,17 +47,23 @@ class StateKind:
 class Cutting:
     """How one group may be cut, and what state its parameters will have.
 
-    ``kinds``: state tensors by the parameter's number of dimensions. ``host_scalars``: the 0-dim state that the
-    optimizer keeps on the host wherever its parameters are. ``lasting_names``: what every state has from the
-    first step on. ``counters``: what the step itself changes in the group. ``needs_no_gradient``: the step changes also
-    parameters that have no gradient, or their state. ``leaves_marks``: it changes tensors one by one, so that
-    each counts its versions.
+    Attributes:
+        cut: how finely.
+        kinds: state tensors by the parameter's number of dimensions.
+        reason: why not more finely.
+        host_scalars: the 0-dim state that the optimizer keeps on the host wherever its parameters are.
+        device_scalars: the 0-dim state that it keeps with its parameters.
+        lasting_names: what every state has from the first step on.
+        counters: what the step itself changes in the group.
+        needs_no_gradient: the step changes also parameters that have no gradient, or their state.
+        leaves_marks: each tensor that the step changes counts its versions.
     """
 
     cut: Cut
     kinds: dict[int, tuple[StateKind, ...]]
     reason: str
     host_scalars: frozenset[str] = frozenset()
+    device_scalars: frozenset[str] = frozenset()
     lasting_names: frozenset[str] = frozenset()
     counters: frozenset[str] = frozenset()
     needs_no_gradient: bool = False
@@ -135,9 +141,9 @@ def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
     """With gradients that are there beforehand, and with gradients that the closure brings, all must be the same."""
     ends: list[Any] = []
     for brings_gradients in (False, True):
-        twin = Twin(optimizer, _kept(optimizer), initial_state=False, sparse=False)
         calls: list[bool] = []
         try:
+            twin = Twin(optimizer, _kept(optimizer), initial_state=False, sparse=False)
             act = Act(own_update(type(optimizer), _closure_of(twin, calls)), None if brings_gradients else 0)
             twin.run([act])
             ends.append(twin.parameters)
@@ -182,8 +188,9 @@ def _probe_groups(optimizer: torch.optim.Optimizer) -> list[Cutting]:
     kept = _kept(optimizer)
     found: dict[tuple[Any, ...], Cutting] = {}
     for index in kept:
+        host_scalars, device_scalars = _scalars(optimizer, index)
         cutting = dataclasses.replace(
-            _probe_in_all_dtypes(optimizer, kept, index), host_scalars=_host_scalars(optimizer, index)
+            _probe_in_all_dtypes(optimizer, kept, index), host_scalars=host_scalars, device_scalars=device_scalars
         )
         found[signatures[index]] = max(found.get(signatures[index], cutting), cutting, key=lambda c: c.cut)
     cuttings = [found[sort] for sort in signatures]
@@ -227,7 +234,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int, 
             lasting_names=whole.lasting_names[target],
             counters=whole.changed_settings(target),
             needs_no_gradient=_needs_no_gradient(make(), target),
-            leaves_marks=not uses_kernels_for_many(make(), acts[:1]),
+            leaves_marks=leaves_marks(make(), acts),
         )
         if whole.draws_random_numbers:
             reason = "the update draws random numbers, in an order that cutting would change"
@@ -250,14 +257,17 @@ def _needs_no_gradient(twin: Twin, target: int) -> bool:
         return True
 
 
-def _host_scalars(optimizer: torch.optim.Optimizer, index: int) -> frozenset[str]:
-    """The names of 0-dim state that stays on the host although the parameters are elsewhere."""
-    twin = Twin(optimizer, [index], initial_state=False, sparse=False, device="meta")
+def _scalars(optimizer: torch.optim.Optimizer, index: int) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of 0-dim state that stays on the host although its parameter is elsewhere, and of the other."""
+    states: list[Any] = []
     with contextlib.suppress(Exception):  # it may well read a value, which is not there; its state is made before that
+        twin = Twin(optimizer, [index], initial_state=False, sparse=False, device="meta")
+        states.append(twin.optimizer.state)
         twin.run(steps_of(type(optimizer), 1))
-    entries = [item for state in twin.optimizer.state.values() if isinstance(state, dict) for item in state.items()]
-    scalars = [(name, v) for name, v in entries if isinstance(v, torch.Tensor) and v.ndim == 0]
-    return frozenset(name for name, value in scalars if value.device.type == "cpu")
+    tensors = [item for state in states for entries in state.values() for item in tensors_of(entries)]
+    scalars = [(key[0] if isinstance(key, tuple) else key, tensor) for key, tensor in tensors if tensor.ndim == 0]
+    on_host = frozenset(name for name, tensor in scalars if tensor.device.type == "cpu")
+    return on_host, frozenset(name for name, _ in scalars) - on_host
 
 
 _REASONS = {

@@ -247,11 +247,13 @@ def may_rest(value: Any, subject: Subject) -> bool:
 def bring_near(subject: Subject, entries: Entries) -> None:
     """Move state that is too small to be offloaded to its parameter, wherever that has moved to.
 
-    Scalars stay, but not on a device inside a container whose parameter is on the host.
+    Scalars stay on the host, unless the optimizer keeps them with the parameter; none is left behind on a device.
     """
     for key, value in list(tensors_of(entries)):
-        is_array = value.ndim > 0 or (isinstance(key, tuple) and device_at(value.device) is not None)
-        if is_array and value.device != subject.address and not may_rest(value, subject):
+        name = key[0] if isinstance(key, tuple) else key
+        stays = value.ndim == 0 and (name in subject.cutting.host_scalars or device_at(value.device) is None)
+        follows = not stays or (value.ndim == 0 and name in subject.cutting.device_scalars)
+        if follows and value.device != subject.address and not may_rest(value, subject):
             put(entries, {key: value.to(subject.address)})
 
 

@@ -18,7 +18,7 @@ from sidestep.chunks import Chunk
 from sidestep.engine.slots import Ring, Slot
 from sidestep.lending import Lender, Loan
 from sidestep.rest import StateAtRest
-from sidestep.wrapped import Group, GroupValues, Update, run_on, whole_of
+from sidestep.wrapped import Group, GroupValues, LentGroup, Update, run_on, whole_of
 
 
 class Step:
@@ -106,17 +106,20 @@ class Step:
         try:
             self._results.append(run_on(self._optimizer, self._update, list(groups.values()), loan.state))
         except BaseException:
-            if marks is not None and not any(group.is_seen for group in groups.values()):
-                self.has_changed = False
-            else:
-                self.has_changed = not self._leaves_marks(loan.chunk, groups) or marks != loan.marks()
+            self.has_changed = marks is None or self._may_have_changed(loan, groups, marks)
             raise
         for index, group in groups.items():
             self._values.take_back(index, group, before[index])
 
+    def _may_have_changed(self, loan: Loan, groups: Mapping[int, LentGroup], marks: list[Any]) -> bool:
+        """Whether an update that has failed may have changed something. Only of steps do we know how they change it."""
+        if not any(group.is_seen for group in groups.values()):
+            return not self._is_counted and marks != loan.marks()
+        return not self._is_counted or not self._leaves_marks(loan.chunk, groups) or marks != loan.marks()
+
     @staticmethod
     def _leaves_marks(chunk: Chunk, groups: Mapping[int, Group]) -> bool:
-        """Whether version counters would tell of any change: kernels for many tensors at once need not count."""
+        """Whether version counters would tell of any change."""
         by_settings = not any(
             group.get("fused") or group.get("foreach", False) is not False for group in groups.values()
         )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sidestep.leaves import PLAIN_TENSORS, is_compound, tensors_within
+from sidestep.leaves import PLAIN_TENSORS, is_compound, tensors_of, tensors_within
 from sidestep.wrapped import Group, GroupValues, State, Update, own_update, run_on
 
 CUT_ELEMENTS = 1024
@@ -165,7 +165,7 @@ class Twin:
         if act.gradients is not None:
             self.set_gradients(act.gradients)
         for group, settings in zip(self.optimizer.param_groups, act.settings, strict=False):
-            group.update(settings)
+            group.update({key: _copy_setting(value, {}) for key, value in settings.items()})
         torch.default_generator.manual_seed(number)  # torch.manual_seed would reseed accelerators too
 
     def changes_without_gradient(self, act: Act, target: int) -> bool:
@@ -280,11 +280,22 @@ def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, 
     return _is_same_end(twin, whole, target, parts, states)
 
 
-def uses_kernels_for_many(twin: Twin, acts: Sequence[Act]) -> bool:
-    """Whether the acts call kernels that change many tensors at once."""
+def leaves_marks(twin: Twin, acts: Sequence[Act]) -> bool:
+    """Whether each tensor that the second act changes counts its versions.
+
+    What goes through ``.data`` does not; nor, on an accelerator, do kernels that change many tensors at once.
+    """
+    twin.run(acts[:1])
+    tensors = [parameter.detach() for parameters in twin.parameters for parameter in parameters]
+    tensors += [tensor for entries in twin.optimizer.state.values() for _, tensor in tensors_of(entries)]
+    before = [(tensor.clone(), tensor._version) for tensor in tensors]
     with _Kernels() as kernels:
-        twin.run(acts)
-    return any(name.startswith(("aten::_foreach", "aten::_fused")) for name in kernels.names)
+        twin.run(acts[1:2])
+    is_counted = all(
+        same_bits(tensor, value) or tensor._version != version
+        for tensor, (value, version) in zip(tensors, before, strict=True)
+    )
+    return is_counted and not any(name.startswith(("aten::_foreach", "aten::_fused")) for name in kernels.names)
 
 
 class _Kernels(TorchDispatchMode):
