@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -46,8 +47,9 @@ def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
 def tensors_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Each tensor of a compound entry with its key; none if some of them share memory, which moving would separate."""
     found = list(_within((name,), value))
-    memories = [tensor.untyped_storage()._cdata for _, tensor in found if type(tensor) in PLAIN_TENSORS]
-    return iter(found) if len(set(memories)) == len(memories) else iter(())
+    spans = sorted(_span(tensor) for _, tensor in found if _has_address(tensor))
+    shares = any(at == device and end > start for (at, _, end), (device, start, _) in pairwise(spans))
+    return iter(() if shares else found)
 
 
 def tensor_at(entries: Any, key: Key) -> torch.Tensor | None:
@@ -76,6 +78,17 @@ def put(entries: Entries, tensors: Mapping[Key, torch.Tensor]) -> None:
 def with_tensors(name: Any, value: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
     """A copy of a compound entry in which the tensors under these keys are replaced."""
     return _rebuilt((name,), value, tensors)
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """The device and the addresses between which a tensor lies; at rest many tensors are views of one slab."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + reach * tensor.element_size()
 
 
 def _within(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
