@@ -267,7 +267,10 @@ def _scalars(optimizer: torch.optim.Optimizer, index: int) -> tuple[frozenset[st
     tensors = [item for state in states for entries in state.values() for item in tensors_of(entries)]
     scalars = [(key[0] if isinstance(key, tuple) else key, tensor) for key, tensor in tensors if tensor.ndim == 0]
     on_host = frozenset(name for name, tensor in scalars if tensor.device.type == "cpu")
-    return on_host, frozenset(name for name, _ in scalars) - on_host
+    near = frozenset(name for name, _ in scalars) - on_host
+    if optimizer.param_groups[index].get("fused"):  # refuses meta; this is the rule of Optimizer.load_state_dict
+        near |= {"step"}
+    return on_host - near, near
 
 
 _REASONS = {

@@ -30,6 +30,16 @@ def test_torch_optim(case: Case) -> None:
     assert cutting.cut is COARSER.get(case.kind.__name__, Cut.ELEMENT)
 
 
+@pytest.mark.parametrize(
+    ("options", "on_host", "near"),
+    [({}, {"step"}, set()), ({"fused": True}, set(), {"step"}), ({"capturable": True}, set(), {"step"})],
+    ids=str,
+)
+def test_where_scalars_are_kept(options: dict[str, Any], on_host: set[str], near: set[str]) -> None:
+    (cutting,) = probe(torch.optim.AdamW(parameters(), **options))
+    assert (cutting.host_scalars, cutting.device_scalars) == (on_host, near)
+
+
 def groups_of(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     """Three groups alike but for the learning rate of the last."""
     return [

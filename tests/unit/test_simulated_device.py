@@ -87,6 +87,31 @@ def test_mixed_operands_raise_unless_they_are_scalars_or_indices() -> None:
             here.cuda()
 
 
+def test_a_scalar_on_the_host_is_read_not_written() -> None:
+    with SimulatedDevice() as device:
+        here, there = torch.tensor(1.0), torch.tensor(1.0, device=device.address)
+        for write in (here.add_, here.mul_, lambda value: torch.add(value, value, out=here)):
+            with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+                write(there)
+        assert here == 1
+
+
+def test_lists_may_be_in_several_places() -> None:
+    """Kernels for lists fall back on one call for each element."""
+    with SimulatedDevice("lazy") as device:
+        here, there = torch.ones(3), floats(device, 3)
+        torch._foreach_add_([here, there], 1)
+        torch._foreach_mul_([here, there], [2.0, 3.0])
+        doubled = torch._foreach_add([here, there], [here, there])
+        assert [value.device for value in doubled] == [HOST, device.address]
+        assert [value.tolist() for value in (here, there, *doubled)] == [[4] * 3, [6] * 3, [8] * 3, [12] * 3]
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch._foreach_add_([here, there], [there, here])
+        torch._foreach_copy_([here, there], [there, torch.zeros(3)])
+        assert here.tolist() == [6] * 3
+        assert there.tolist() == [0] * 3
+
+
 def test_an_impossible_operation_raises_where_it_is_called() -> None:
     with SimulatedDevice("lazy") as device:
         with pytest.raises(RuntimeError, match="size of tensor a"):

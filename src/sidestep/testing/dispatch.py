@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+FOREACH_COPY = aten._foreach_copy_.default
 CACHED_CALLS_LIMIT = 1000
 
 
@@ -140,11 +141,26 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
             return self._move(there, *operands.args, **operands.kwargs)
         if traits.view:
             return func(*operands.args, **operands.kwargs)
+        if traits.foreach and not _on(there, homes) and (len(operands.args[0]) > 1 or func is FOREACH_COPY):
+            return self._route_each(func, operands, call)
         self._refuse_mixtures(func, traits, operands, homes, there)
         plan = plan_of(func, traits, operands)
         if plan.now:
             return self._run_now(func, traits, operands, there)
         return self._defer(func, traits, operands, homes, there, plan)
+
+    def _route_each(self, func: Any, operands: Operands, call: Any) -> Any:
+        """Lists of tensors that are not all in one place: one call for each place in the lists, as real kernels do."""
+        results: list[Any] = []
+        for index in range(len(operands.args[0])):
+            if func is FOREACH_COPY:
+                pair = Operands((operands.args[0][index], operands.args[1][index]), operands.kwargs)
+                self._route(aten.copy_.default, traits_of(aten.copy_.default), pair, call)
+                continue
+            args = [value[index : index + 1] if isinstance(value, (list, tuple)) else value for value in operands.args]
+            result = self._route(func, traits_of(func), Operands(tuple(args), operands.kwargs), call)
+            results.extend(result or ())
+        return results or None
 
     def _destination(self, operands: Operands, here: SimulatedDevice | None, call: Any) -> SimulatedDevice | None:
         """The device that an operation belongs to.
@@ -188,13 +204,15 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
     def _refuse_mixtures(
         self, func: Any, traits: Traits, operands: Operands, homes: list[Block | None], device: SimulatedDevice
     ) -> None:
-        """Raise, as a real device would, if an operand is elsewhere. Scalars and indices may be on the host."""
-        if traits.like:
+        """Raise, as a real device would, if an operand is elsewhere. Scalars and indices may be read from the host."""
+        if traits.like or _on(device, homes):
             return
         indices = operands.indices(traits)
+        written = [id(tensor) for tensor in operands.written(traits)]
         for position, (tensor, home) in enumerate(zip(operands.tensors, homes, strict=True)):
             if home is None:
-                elsewhere = tensor.dim() > 0 and not any(tensor is index for index in indices)
+                is_index = any(tensor is index for index in indices)
+                elsewhere = (tensor.dim() > 0 and not is_index) or id(tensor) in written
             else:
                 elsewhere = home.device is not device
             if elsewhere:

@@ -35,11 +35,12 @@ NORMALISATIONS = {"aten::native_layer_norm", "aten::native_group_norm", "aten::n
 class Traits:
     """What an operator's schema says about how to run it.
 
-    ``returned`` has for each result the name of the argument that it is, or ``None`` if it is new. ``positions`` are
-    those of the arguments by name.
+    ``returned`` has for each result the name of the argument that it is, or ``None`` if it is new. ``written`` are the
+    names of the arguments that it changes. ``positions`` are those of the arguments by name.
     """
 
     composite: bool
+    foreach: bool
     view: bool
     now: bool
     dynamic: bool
@@ -50,6 +51,7 @@ class Traits:
     sized_by_floats: bool
     mutable: bool
     returned: tuple[str | None, ...]
+    written: tuple[str, ...]
     positions: dict[str, int]
 
 
@@ -63,6 +65,7 @@ def traits_of(function: Any) -> Traits:
     aliases = any(result.alias_info is not None for result in schema.returns)
     return Traits(
         composite=has_kernel(function.name(), "CompositeImplicitAutograd") and not has_kernel(function.name(), "CPU"),
+        foreach=schema.name.startswith("aten::_foreach_"),
         view=schema.name in VIEWS or torch.Tag.inplace_view in tags or (aliases and not schema.is_mutable),
         now=schema.name in READS | MISJUDGED or not tensors_only or torch.Tag.data_dependent_output in tags,
         dynamic=torch.Tag.dynamic_output_shape in tags,
@@ -73,6 +76,7 @@ def traits_of(function: Any) -> Traits:
         sized_by_floats=any("List[float]" in str(argument.type) for argument in schema.arguments),
         mutable=schema.is_mutable,
         returned=tuple(_returned_argument(schema, result) for result in schema.returns),
+        written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         positions={argument.name: position for position, argument in enumerate(schema.arguments)},
     )
 
@@ -170,6 +174,14 @@ class Operands:
             return self.kwargs[name]
         position = traits.positions.get(name, len(self.args))
         return self.args[position] if position < len(self.args) else None
+
+    def written(self, traits: Traits) -> list[torch.Tensor]:
+        """The tensors that the operation changes."""
+        found: list[torch.Tensor] = []
+        for name in traits.written:
+            value = self.argument(traits, name)
+            found.extend([value] if isinstance(value, torch.Tensor) else value or ())
+        return found
 
     def indices(self, traits: Traits) -> list[torch.Tensor | None]:
         """The tensors that an indexing operation indexes with."""
