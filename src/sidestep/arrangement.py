@@ -16,7 +16,7 @@ from sidestep.engine.limits import available_host_bytes
 from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
-from sidestep.errors import BrokenStepError, UnsupportedOptimizerError
+from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
 from sidestep.leaves import put, tensor_at, tensors_of
 from sidestep.placement import Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
@@ -441,12 +441,20 @@ class Arrangement:
 
     def bring_back(self) -> None:
         """All state back to its parameter's device, for good. If it fails, all goes home again."""
-        self.prepare()
+        given = self.settings
+        try:
+            self.prepare()
+        except CapacityError:  # chunks too small to step with, since parameters have grown, are no reason to keep state
+            self.settings = dataclasses.replace(given, chunk_bytes=None)
+            self.prepare()
         try:
             self.bring_to_device()
         except BaseException:
             self._is_edited = True
             self.prepare()
+            if self.settings is not given:
+                self.settings = given
+                self.forget_plan()
             raise
         self.close()
 

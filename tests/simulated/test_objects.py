@@ -206,6 +206,26 @@ def test_restore_without_room_loses_nothing() -> None:
         assert_same_as_plain(lambda device, wrap, n=n: run(device, wrap, n), schedules=["lazy", "random"], seeds=[0])
 
 
+def test_restore_works_where_a_step_would_not() -> None:
+    """The parameters have outgrown the chunks that were asked for."""
+    with SimulatedDevice("random") as device:
+        weight = torch.nn.Parameter(torch.ones(96, 128).to(device.address))
+        optimizer = sidestep.offload(torch.optim.AdamW([weight]), chunk_bytes=8 * 1024)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        weight.data, weight.grad = weight.data.double(), weight.grad.double()
+        optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].double()
+        device.allocator.capacity_bytes = device.ledger.now()
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.restore()
+        device.allocator.capacity_bytes = None
+        with pytest.raises(sidestep.SidestepError, match="the least that works"):
+            optimizer.step()
+        moments = optimizer.restore().state[weight]
+        assert moments["exp_avg"].device == moments["exp_avg_sq"].device == device.address
+        assert torch.equal(moments["exp_avg"].cpu(), torch.full((96, 128), 0.1, dtype=torch.float32).double())
+
+
 # Policies.
 
 
