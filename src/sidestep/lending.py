@@ -53,8 +53,13 @@ class Loan:
         return [lent.stand_in for lent in pieces], [lent.piece.subject.name for lent in pieces]
 
     def marks(self) -> list[Any]:
-        """Compares unequal after anything on loan has changed, except by kernels that keep no version (fused ones)."""
+        """Compares unequal after anything on loan has changed, except by kernels that keep no version (fused ones).
+
+        Gradients too: some optimizers change them in place, and could not do so a second time.
+        """
         versions: list[Any] = [lent.stand_in._version for lent in self.pieces]
+        gradients = [lent.stand_in.grad for lent in self.pieces]
+        versions += [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
         for entries in self.state.values():
             named = entries if isinstance(entries, dict) else {"": entries}
             versions.append(list(named))

@@ -281,16 +281,19 @@ def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, 
 
 
 def leaves_marks(twin: Twin, acts: Sequence[Act]) -> bool:
-    """Whether each tensor that the second act changes counts its versions.
+    """Whether each tensor that the second act changes, gradients too, counts its versions.
 
     What goes through ``.data`` does not; nor, on an accelerator, do kernels that change many tensors at once.
     """
     twin.run(acts[:1])
-    tensors = [parameter.detach() for parameters in twin.parameters for parameter in parameters]
+    twin.prepare(acts[1], 1)
+    parameters = [parameter for parameters in twin.parameters for parameter in parameters]
+    tensors = [parameter.detach() for parameter in parameters]
+    tensors += [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
     tensors += [tensor for entries in twin.optimizer.state.values() for _, tensor in tensors_of(entries)]
     before = [(tensor.clone(), tensor._version) for tensor in tensors]
     with _Kernels() as kernels:
-        twin.run(acts[1:2])
+        run_on(twin.optimizer, acts[1].update, twin.optimizer.param_groups, twin.optimizer.state)
     is_counted = all(
         same_bits(tensor, value) or tensor._version != version
         for tensor, (value, version) in zip(tensors, before, strict=True)

@@ -180,6 +180,41 @@ def test_a_change_that_no_version_counts_is_a_change() -> None:
             optimizer.step()
 
 
+class CentresGradients(Base):
+    """Changes the gradients, counted or not, before anything else, and then raises when it is told to."""
+
+    is_told_to_fail = False
+    is_counted = True
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        (p.grad if self.is_counted else p.grad.data).sub_(p.grad.mean() + 1)
+        if self.is_told_to_fail:
+            raise RuntimeError("told to")
+        p.add_(state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=-lr)
+
+
+class CentresGradientsUncounted(CentresGradients):
+    is_counted = False
+
+
+@pytest.mark.parametrize("kind", [CentresGradients, CentresGradientsUncounted])
+def test_a_changed_gradient_is_a_change(kind: type[CentresGradients]) -> None:
+    """The step could not be tried again: the gradient would be changed twice."""
+    with SimulatedDevice("random") as device:
+        weight = torch.nn.Parameter(torch.ones(10, 10).to(device.address))
+        original = kind([weight])
+        optimizer = sidestep.offload(original, sidestep.Placement(min_elements=16))
+        for original.is_told_to_fail in (False, True):
+            weight.grad = torch.randn(10, 10).to(device.address)
+            if original.is_told_to_fail:
+                with pytest.raises(RuntimeError, match="told to"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        with pytest.raises(BrokenStepError):
+            optimizer.step()
+
+
 def test_gradients_that_come_late_have_room_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     from sidestep.engine.stores import HostStore
     from sidestep.errors import CapacityError
