@@ -80,6 +80,7 @@ class Lender:
         """The chunk as the optimizer's only parameters. State tensors are views of the slot."""
         loan = Loan(chunk)
         views = slot.views()
+        has_compound = slot.layout is not None and slot.layout.has_compound
         for piece in chunk.pieces:
             in_slot = views.get(piece, _NOTHING)
             own = self._state.get(piece.parameter)
@@ -92,7 +93,7 @@ class Lender:
             else:
                 stand_in = piece.parameter
                 if own is not None:
-                    loan.state[stand_in] = _entries_with(own, in_slot)
+                    loan.state[stand_in] = _entries_with(own, in_slot) if has_compound else {**own, **in_slot}
             loan.pieces.append(Lent(piece, stand_in, own, in_slot))
         if chunk.is_coupled:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
@@ -109,10 +110,11 @@ class Lender:
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.
         """
         moved: list[Moved] = []
+        in_slot = None if slot.buffer is None else _storage_of(slot.buffer)
         for lent in loan.pieces:
             if lent.piece.is_slice:
                 _take_back_gradient(lent)
-            elif slot.buffer is not None and _shares_memory(lent.stand_in, slot.buffer):
+            elif _storage_of(lent.stand_in) == in_slot:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             after = loan.state.get(lent.stand_in)
             if after is None and lent.own is not None and lent.piece.start == 0:
@@ -142,11 +144,14 @@ class Lender:
         for name, value in after.items():
             if value is in_slot.get(name, _MISSING):
                 continue
+            is_own = value is own.get(name, _MISSING)
+            if is_own and type(value) is torch.Tensor:
+                continue
             if ring is not None and not piece.is_slice and is_compound(value):
                 own[name] = value
                 loan.compound.append((lent, name))
                 moved += self._take_back_compound(lent, name, value, ring)
-            elif value is own.get(name, _MISSING):
+            elif is_own:
                 continue
             elif ring is not None and _may_leave(value, piece, ring):
                 moved.append(Moved(lent, name, value))
@@ -154,10 +159,13 @@ class Lender:
                 own[name] = value
                 self._at_rest.drop_entry(piece.parameter, name)
         if own.keys() != after.keys():
-            for name in [name for name in own if name not in after]:
-                del own[name]
-                self._at_rest.drop_entry(piece.parameter, name)
+            self._drop_removed(piece.parameter, own, after)
         return moved
+
+    def _drop_removed(self, parameter: torch.nn.Parameter, own: Entries, after: Entries) -> None:
+        for name in [name for name in own if name not in after]:
+            del own[name]
+            self._at_rest.drop_entry(parameter, name)
 
     def _take_back_compound(self, lent: Lent, name: str, value: Any, ring: Ring) -> list[Moved]:
         """Returns the tensors inside that are not where they belong."""
@@ -276,8 +284,9 @@ def _may_leave(value: Any, piece: Piece, ring: Ring) -> bool:
 
 def _apart_from(slot: Slot, value: torch.Tensor) -> torch.Tensor:
     """``value``, or a copy of it if it lies in the slot, whose content is about to be rearranged."""
-    return value.clone() if slot.buffer is not None and _shares_memory(value, slot.buffer) else value
+    return value.clone() if slot.buffer is not None and _storage_of(value) == _storage_of(slot.buffer) else value
 
 
-def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Equal for two tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)

@@ -97,10 +97,8 @@ class Step:
             ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in self._chunks if chunk.address == address])
 
     def _update_chunk(self, loan: Loan) -> None:
-        groups = {index: self._values.lend(index, *loan.of_group(index)) for index in loan.chunk.groups}
-        before = {index: dict(group) for index, group in groups.items()}
-        for group in groups.values():
-            group.is_seen = False
+        lent = {index: self._values.lend(index, *loan.of_group(index)) for index in loan.chunk.groups}
+        groups = {index: group for index, (group, _) in lent.items()}
         marks = None if self.has_changed else loan.marks()
         self.has_changed = True
         try:
@@ -108,8 +106,8 @@ class Step:
         except BaseException:
             self.has_changed = marks is None or self._may_have_changed(loan, groups, marks)
             raise
-        for index, group in groups.items():
-            self._values.take_back(index, group, before[index])
+        for index, (group, before) in lent.items():
+            self._values.take_back(index, group, before)
 
     def _may_have_changed(self, loan: Loan, groups: Mapping[int, LentGroup], marks: list[Any]) -> bool:
         """Whether an update that has failed may have changed something. Only of steps do we know how they change it."""

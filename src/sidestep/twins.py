@@ -266,8 +266,8 @@ def is_same_when_cut(twin: Twin, whole: Twin, acts: Sequence[Act], target: int, 
             results = []
             for part, state in zip(parts, states, strict=True):
                 _set_part_gradients(part)
-                lent = values.lend(target, [piece.view for piece in part], [str(i) for i, _ in enumerate(part)])
-                before = dict(lent)
+                names = [str(i) for i, _ in enumerate(part)]
+                lent, before = values.lend(target, [piece.view for piece in part], names)
                 results.append(run_on(twin.optimizer, act.update, [lent], state))
                 values.take_back(target, lent, before)
             values.write_back()

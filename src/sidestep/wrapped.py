@@ -94,31 +94,32 @@ class GroupValues:
         self._changes: dict[int, dict[str, _Change]] = {}
         chooses_as_torch = _is_of_torch(type(optimizer))
         self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
+        self._tensors = [[k for k, v in group.items() if isinstance(v, torch.Tensor)] for group in self._groups]
 
-    def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> LentGroup:
-        """A copy of group ``index`` that has these parameters, with these names, only."""
-        group = self._groups[index]
-        lent = LentGroup({key: self._lend_value(index, value) for key, value in group.items()})
-        lent["params"] = parameters
-        if "param_names" in lent:
-            lent["param_names"] = names
+    def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> tuple[LentGroup, Group]:
+        """A copy of group ``index`` that has these parameters, with these names, only; and a copy for ``take_back``."""
+        values = dict(self._groups[index])
+        if self._chunks_of_group[index] > 1:
+            for key in self._tensors[index]:
+                values[key] = values[key].detach().clone()
+        values["params"] = parameters
+        if "param_names" in values:
+            values["param_names"] = names
         if self._foreach[index]:
-            lent["foreach"] = False
-        return lent
-
-    def _lend_value(self, index: int, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and self._chunks_of_group[index] > 1:
-            return value.detach().clone()
-        return value
+            values["foreach"] = False
+        return LentGroup(values), values
 
     def take_back(self, index: int, lent: Group, lent_before: Group) -> None:
         """Note what a step did to the group that was lent; ``lent_before`` is a shallow copy from before it."""
         changes = self._changes.setdefault(index, {})
         for key, value in lent.items():
+            is_same = value is lent_before.get(key, _MISSING)
+            # A fresh clone has version 0, so a later version means that the step wrote into it.
+            if is_same and not (isinstance(value, torch.Tensor) and value._version > 0):
+                continue
             if key in changes or key in ("params", "param_names"):
                 continue  # every chunk started from the same value, so the first change is the step's
-            if key not in lent_before or _is_changed(value, lent_before[key]):
-                changes[key] = _Change(key, value, in_place=value is lent_before.get(key))
+            changes[key] = _Change(key, value, in_place=is_same)
 
     def write_back(self) -> None:
         """Give the groups the values that the step left, each change once."""
@@ -140,9 +141,7 @@ class _Change:
     in_place: bool
 
 
-def _is_changed(value: Any, before: Any) -> bool:
-    # A fresh clone has version 0, so a later version means that the step wrote into it.
-    return value is not before or (isinstance(value, torch.Tensor) and value._version > 0)
+_MISSING = object()
 
 
 def _is_of_torch(kind: type[torch.optim.Optimizer]) -> bool:

@@ -64,6 +64,11 @@ class ChunkLayout:
     tensors: dict[Piece, dict[Key, Placed]]
     byte_count: int
 
+    @functools.cached_property
+    def has_compound(self) -> bool:
+        """Whether some of the tensors are inside an entry."""
+        return any(isinstance(key, tuple) for placed in self.tensors.values() for key in placed)
+
     def views_of(self, buffer: torch.Tensor) -> dict[Piece, dict[Key, torch.Tensor]]:
         """The state tensors in a slot's buffer, by piece and key."""
         return {

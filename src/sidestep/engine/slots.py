@@ -360,7 +360,8 @@ class Ring:
         slot.drained = self._evictions[slot.chunk] = self.device.record(self._evict)
         slot.newborn.extend(item.tensor for item in loose)
         slot.newborn_stream = current
-        self._hold(sum(item.target.numel() for item in loose))
+        if loose:
+            self._hold(sum(item.target.numel() for item in loose))
         staged = [span for span in spans if self._is_staged(slot, span)]
         if staged:
             assert self._worker is not None
