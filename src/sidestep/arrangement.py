@@ -443,20 +443,26 @@ class Arrangement:
         """All state back to its parameter's device, for good. If it fails, all goes home again."""
         given = self.settings
         try:
-            self.prepare()
-        except CapacityError:  # chunks too small to step with, since parameters have grown, are no reason to keep state
-            self.settings = dataclasses.replace(given, chunk_bytes=None)
-            self.prepare()
-        try:
-            self.bring_to_device()
-        except BaseException:
-            self._is_edited = True
-            self.prepare()
+            self._prepare_at_any_size()
+            try:
+                self.bring_to_device()
+            except BaseException:
+                self._is_edited = True
+                self.prepare()
+                raise
+        finally:
             if self.settings is not given:
                 self.settings = given
                 self.forget_plan()
-            raise
         self.close()
+
+    def _prepare_at_any_size(self) -> None:
+        """Also where chunks are too small to step with, since parameters have grown: no reason to keep state."""
+        try:
+            self.prepare()
+        except CapacityError:
+            self.settings = dataclasses.replace(self.settings, chunk_bytes=None)
+            self.prepare()
 
     def bring_to_device(self) -> None:
         """All state to its parameter's device, until it is edited or planned anew."""

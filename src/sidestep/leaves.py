@@ -46,10 +46,15 @@ def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
 
 def tensors_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Each tensor of a compound entry with its key; none if some of them share memory, which moving would separate."""
-    found = list(_within((name,), value))
+    found = list(parts_within(name, value))
     spans = sorted(_span(tensor) for _, tensor in found if _has_address(tensor))
     shares = any(at == device and end > start for (at, _, end), (device, start, _) in pairwise(spans))
     return iter(() if shares else found)
+
+
+def parts_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """As ``tensors_within``, also if they share memory."""
+    return _within((name,), value)
 
 
 def tensor_at(entries: Any, key: Key) -> torch.Tensor | None:
@@ -81,11 +86,15 @@ def with_tensors(name: Any, value: Any, tensors: Mapping[Any, torch.Tensor]) -> 
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel() > 0
+    is_strided = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    return is_strided and tensor.numel() > 0 and tensor.data_ptr() != 0
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """The device and the addresses between which a tensor lies; at rest many tensors are views of one slab."""
+    """The device and the addresses between which a tensor lies.
+
+    Not its storage: in a slot all tensors have one. Tensors that lie between each other's elements count as sharing.
+    """
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     start = tensor.data_ptr()
     return str(tensor.device), start, start + reach * tensor.element_size()

@@ -12,7 +12,16 @@ import torch
 from sidestep.chunks import Chunk, Piece
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
-from sidestep.leaves import Entries, Key, is_compound, tensors_of, tensors_within, with_tensors
+from sidestep.leaves import (
+    PLAIN_TENSORS,
+    Entries,
+    Key,
+    is_compound,
+    parts_within,
+    tensors_of,
+    tensors_within,
+    with_tensors,
+)
 from sidestep.rest import StateAtRest, Wanted, may_rest
 from sidestep.wrapped import State
 
@@ -46,6 +55,7 @@ class Loan:
         self.state: State = defaultdict(dict)
         self.pieces: list[Lent] = []
         self.compound: list[tuple[Lent, str]] = []  # entries that the step left, of which the tensors inside move
+        self._gradients: list[torch.Tensor | None] = []  # so that no other gets the id of one that was let go
 
     def of_group(self, group: int) -> tuple[list[torch.nn.Parameter], list[str]]:
         """Parameters and their names."""
@@ -59,6 +69,7 @@ class Loan:
         """
         versions: list[Any] = [lent.stand_in._version for lent in self.pieces]
         gradients = [lent.stand_in.grad for lent in self.pieces]
+        self._gradients += gradients
         versions += [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
         for entries in self.state.values():
             named = entries if isinstance(entries, dict) else {"": entries}
@@ -80,7 +91,7 @@ class Lender:
         """The chunk as the optimizer's only parameters. State tensors are views of the slot."""
         loan = Loan(chunk)
         views = slot.views()
-        has_compound = slot.layout is not None and slot.layout.has_compound
+        is_simple = slot.layout is None or not slot.layout.has_compound
         for piece in chunk.pieces:
             in_slot = views.get(piece, _NOTHING)
             own = self._state.get(piece.parameter)
@@ -93,7 +104,8 @@ class Lender:
             else:
                 stand_in = piece.parameter
                 if own is not None:
-                    loan.state[stand_in] = _entries_with(own, in_slot) if has_compound else {**own, **in_slot}
+                    is_all_there = is_simple and in_slot.keys() <= own.keys()
+                    loan.state[stand_in] = {**own, **in_slot} if is_all_there else _entries_with(own, in_slot)
             loan.pieces.append(Lent(piece, stand_in, own, in_slot))
         if chunk.is_coupled:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
@@ -114,7 +126,7 @@ class Lender:
         for lent in loan.pieces:
             if lent.piece.is_slice:
                 _take_back_gradient(lent)
-            elif _storage_of(lent.stand_in) == in_slot:
+            elif in_slot is not None and _storage_of(lent.stand_in) == in_slot:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             after = loan.state.get(lent.stand_in)
             if after is None and lent.own is not None and lent.piece.start == 0:
@@ -122,7 +134,7 @@ class Lender:
                 self._at_rest.drop_all(lent.piece.parameter)
             if after is None or (lent.piece.is_slice and not after):
                 continue
-            moved += self._take_back_entries(loan, lent, after, ring)
+            moved += self._take_back_entries(loan, lent, after, slot, ring)
         if loan.chunk.is_coupled:
             self._state.update({key: value for key, value in loan.state.items() if not _is_parameter(key)})
         if not moved and not loan.compound:
@@ -132,10 +144,11 @@ class Lender:
         for lent, name in loan.compound:
             homes = self._at_rest.homes.get(lent.piece.parameter, {})
             at_rest = {key: home.tensor for key, home in homes.items() if isinstance(key, tuple)}
-            self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
+            value = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
+            self._state[lent.piece.parameter][name] = _all_apart_from(slot, name, value)
         return settled
 
-    def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, ring: Ring | None) -> list[Moved]:
+    def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, slot: Slot, ring: Ring | None) -> list[Moved]:
         """Returns the tensors that are not where they belong."""
         piece, _, own, in_slot = lent
         if own is None:
@@ -144,19 +157,16 @@ class Lender:
         for name, value in after.items():
             if value is in_slot.get(name, _MISSING):
                 continue
-            is_own = value is own.get(name, _MISSING)
-            if is_own and type(value) is torch.Tensor:
+            if value is own.get(name, _MISSING) and not is_compound(value):
                 continue
             if ring is not None and not piece.is_slice and is_compound(value):
                 own[name] = value
                 loan.compound.append((lent, name))
                 moved += self._take_back_compound(lent, name, value, ring)
-            elif is_own:
-                continue
             elif ring is not None and _may_leave(value, piece, ring):
                 moved.append(Moved(lent, name, value))
             elif piece.start == 0:
-                own[name] = value
+                own[name] = _apart_from(slot, value) if isinstance(value, torch.Tensor) else value
                 self._at_rest.drop_entry(piece.parameter, name)
         if own.keys() != after.keys():
             self._drop_removed(piece.parameter, own, after)
@@ -244,7 +254,7 @@ def _is_parameter(key: Any) -> bool:
 def _entries_with(own: Entries, in_slot: dict[Key, torch.Tensor]) -> Entries:
     """A parameter's state with the tensors that are in the slot."""
     entries = {name: in_slot.get(name, value) for name, value in own.items()}
-    for name in {key[0] for key in in_slot if isinstance(key, tuple)}:
+    for name in {key[0] for key in in_slot if isinstance(key, tuple) and key[0] in own}:
         entries[name] = with_tensors(name, own[name], in_slot)
     return entries
 
@@ -285,6 +295,27 @@ def _may_leave(value: Any, piece: Piece, ring: Ring) -> bool:
 def _apart_from(slot: Slot, value: torch.Tensor) -> torch.Tensor:
     """``value``, or a copy of it if it lies in the slot, whose content is about to be rearranged."""
     return value.clone() if slot.buffer is not None and _storage_of(value) == _storage_of(slot.buffer) else value
+
+
+def _all_apart_from(slot: Slot, name: str, value: Any) -> Any:
+    """A compound entry without tensors that lie in the slot; copies share memory as they did."""
+    if slot.buffer is None:
+        return value
+    in_slot = _storage_of(slot.buffer)
+    strided = [
+        (key, t) for key, t in parts_within(name, value) if t.layout is torch.strided and type(t) in PLAIN_TENSORS
+    ]
+    inside = [(key, tensor) for key, tensor in strided if _storage_of(tensor) == in_slot]
+    if not inside:
+        return value
+    buffer = slot.buffer.clone()
+    views = {
+        key: buffer[: len(buffer) // t.itemsize * t.itemsize]
+        .view(t.dtype)
+        .as_strided(t.shape, t.stride(), t.storage_offset())
+        for key, t in inside
+    }
+    return with_tensors(name, value, views)
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

@@ -145,9 +145,10 @@ def _merge(loaded: list[tuple[torch.nn.Parameter, Entries, Cutting]], arrangemen
     optimizer = arrangement.optimizer
     subjects = {subject.parameter: subject for subject in arrangement.subjects}
     merged: State = {}
-    for parameter, entries, cutting in loaded:
+    for parameter, entries, _ in loaded:
+        host_scalars = subjects[parameter].cutting.host_scalars  # with the settings that were loaded
         own = {
-            key: value.cpu() if key in cutting.host_scalars and isinstance(value, torch.Tensor) else value
+            key: value.cpu() if key in host_scalars and isinstance(value, torch.Tensor) else value
             for key, value in optimizer.state[parameter].items()
         }
         arrays = {key: _near(key, value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}

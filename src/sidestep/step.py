@@ -99,7 +99,7 @@ class Step:
     def _update_chunk(self, loan: Loan) -> None:
         lent = {index: self._values.lend(index, *loan.of_group(index)) for index in loan.chunk.groups}
         groups = {index: group for index, (group, _) in lent.items()}
-        marks = None if self.has_changed else loan.marks()
+        marks = None if self.has_changed else _marks(loan, groups)
         self.has_changed = True
         try:
             self._results.append(run_on(self._optimizer, self._update, list(groups.values()), loan.state))
@@ -112,8 +112,8 @@ class Step:
     def _may_have_changed(self, loan: Loan, groups: Mapping[int, LentGroup], marks: list[Any]) -> bool:
         """Whether an update that has failed may have changed something. Only of steps do we know how they change it."""
         if not any(group.is_seen for group in groups.values()):
-            return not self._is_counted and marks != loan.marks()
-        return not self._is_counted or not self._leaves_marks(loan.chunk, groups) or marks != loan.marks()
+            return not self._is_counted and marks != _marks(loan, groups)
+        return not self._is_counted or not self._leaves_marks(loan.chunk, groups) or marks != _marks(loan, groups)
 
     @staticmethod
     def _leaves_marks(chunk: Chunk, groups: Mapping[int, Group]) -> bool:
@@ -138,3 +138,9 @@ class Step:
             for group in chunk.groups:
                 counts[group] += 1
         return counts
+
+
+def _marks(loan: Loan, groups: Mapping[int, LentGroup]) -> list[Any]:
+    """Compares unequal after a change of anything on loan, tensors in the groups included."""
+    values = [value for group in groups.values() for value in dict.values(group)]  # so that the group is not "seen"
+    return [*loan.marks(), *(value._version for value in values if isinstance(value, torch.Tensor))]

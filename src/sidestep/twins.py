@@ -288,14 +288,14 @@ def leaves_marks(twin: Twin, acts: Sequence[Act]) -> bool:
     twin.run(acts[:1])
     twin.prepare(acts[1], 1)
     parameters = [parameter for parameters in twin.parameters for parameter in parameters]
-    tensors = [parameter.detach() for parameter in parameters]
+    tensors: list[torch.Tensor] = [*parameters]
     tensors += [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
     tensors += [tensor for entries in twin.optimizer.state.values() for _, tensor in tensors_of(entries)]
-    before = [(tensor.clone(), tensor._version) for tensor in tensors]
+    before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
     with _Kernels() as kernels:
         run_on(twin.optimizer, acts[1].update, twin.optimizer.param_groups, twin.optimizer.state)
     is_counted = all(
-        same_bits(tensor, value) or tensor._version != version
+        same_bits(tensor.detach(), value) or tensor._version != version
         for tensor, (value, version) in zip(tensors, before, strict=True)
     )
     return is_counted and not any(name.startswith(("aten::_foreach", "aten::_fused")) for name in kernels.names)

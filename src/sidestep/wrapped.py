@@ -94,13 +94,13 @@ class GroupValues:
         self._changes: dict[int, dict[str, _Change]] = {}
         chooses_as_torch = _is_of_torch(type(optimizer))
         self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
-        self._tensors = [[k for k, v in group.items() if isinstance(v, torch.Tensor)] for group in self._groups]
+        self._tensor_keys = [[k for k, v in group.items() if isinstance(v, torch.Tensor)] for group in self._groups]
 
     def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> tuple[LentGroup, Group]:
         """A copy of group ``index`` that has these parameters, with these names, only; and a copy for ``take_back``."""
         values = dict(self._groups[index])
         if self._chunks_of_group[index] > 1:
-            for key in self._tensors[index]:
+            for key in self._tensor_keys[index]:
                 values[key] = values[key].detach().clone()
         values["params"] = parameters
         if "param_names" in values:
@@ -126,7 +126,7 @@ class GroupValues:
         for index, changes in self._changes.items():
             group = self._groups[index]
             for change in changes.values():
-                before = group.get(change.key)
+                before = group.get(change.key, _MISSING)
                 if change.in_place and isinstance(before, torch.Tensor) and before is not change.value:
                     before.copy_(change.value)
                 elif before is not change.value:

@@ -57,6 +57,50 @@ class SharesWithin(Base):
         p.sub_(state["both"][1], alpha=lr)
 
 
+class ShrinksToAView(Base):
+    """Its state becomes a view of what it was: too small to rest, and in the memory of a slot."""
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state["k"] = state.get("k", 0) + 1
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        momentum.mul_(0.9).add_(p.grad.flatten()[: momentum.numel()].view_as(momentum))
+        p.flatten()[: momentum.numel()].sub_(momentum.flatten(), alpha=lr)
+        if state["k"] == 2:
+            state["momentum"] = momentum.flatten()[:4]
+
+
+class ShrinksWithin(Base):
+    """The same for an item of a list; later both items share memory."""
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state["k"] = state.get("k", 0) + 1
+        first, second = state.setdefault("moments", [torch.zeros_like(p), torch.zeros_like(p)])
+        first.mul_(0.9).add_(p.grad)
+        second.mul_(0.5).add_(1)
+        p.sub_(first, alpha=lr).flatten()[:4].add_(second.flatten()[:4], alpha=lr)
+        if state["k"] == 2:
+            state["moments"][1] = second.flatten()[:4]
+        elif state["k"] == 4:
+            state["moments"][1] = first.flatten()[4:]
+
+
+class AddsToItsGroup(Base):
+    """A key whose value is None, and a tensor that is changed in place."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["steps"] = torch.zeros(2)
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        p.sub_(state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=lr)
+
+    def outcome(self) -> Any:
+        for group in self.param_groups:
+            group["note"] = None
+            group["steps"][1:].add_(1)
+
+
 class HasALock(Base):
     """Cannot be copied, so that nothing can be tried on a twin."""
 
@@ -99,7 +143,9 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range, each: Callable[[
         each()
 
 
-@pytest.mark.parametrize("kind", [Renames, SharesWithin, HasALock])
+@pytest.mark.parametrize(
+    "kind", [Renames, SharesWithin, ShrinksToAView, ShrinksWithin, AddsToItsGroup, HasALock], ids=lambda k: k.__name__
+)
 def test_unusual_state(kind: type[Base]) -> None:
     def run(device: SimulatedDevice, wrap: Wrap) -> Any:
         model = net_on(device)
@@ -213,6 +259,97 @@ def test_a_changed_gradient_is_a_change(kind: type[CentresGradients]) -> None:
                 optimizer.step()
         with pytest.raises(BrokenStepError):
             optimizer.step()
+
+
+class RebindsGradients(Base):
+    """An even number of times, so that the memory, and the name, of the first is free for the last."""
+
+    is_told_to_fail = False
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("momentum", torch.zeros_like(p))
+        for _ in range(2):
+            p.grad = p.grad * 2
+        if self.is_told_to_fail:
+            raise RuntimeError("told to")
+
+
+class RebindsParameters(Base):
+    """Through ``.data``: the version stays, the memory does not."""
+
+    is_told_to_fail = False
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("momentum", torch.zeros_like(p))
+        p.data = p.data - lr * p.grad
+        if self.is_told_to_fail:
+            raise RuntimeError("told to")
+
+
+class CountsInItsGroup(Base):
+    is_told_to_fail = False
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("momentum", torch.zeros_like(p))
+        self.param_groups[0].setdefault("steps", torch.zeros(1)).add_(1)
+        if self.is_told_to_fail:
+            raise RuntimeError("told to")
+        p.sub_(p.grad, alpha=lr)
+
+
+@pytest.mark.parametrize("kind", [RebindsGradients, RebindsParameters, CountsInItsGroup], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_whatever_was_changed_before_a_failure_is_a_change(kind: Any, place: str) -> None:
+    with SimulatedDevice("random") as device:
+        address = device.address if place == "device" else torch.device("cpu")
+        weight = torch.nn.Parameter(torch.ones(10, 10).to(address))
+        original = kind([weight])
+        optimizer = sidestep.offload(original, sidestep.Placement(min_elements=16))
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        original.is_told_to_fail = True
+        weight.grad = torch.ones_like(weight)
+        with pytest.raises(RuntimeError, match="told to"):
+            optimizer.step()
+        with pytest.raises(BrokenStepError):
+            optimizer.step()
+
+
+def test_state_deleted_behind_the_wrapper_is_not_used() -> None:
+    """It may come back, by the documented limit, but then it must be in the checkpoint too."""
+    with SimulatedDevice("random") as device:
+        weight = torch.nn.Parameter(torch.ones(10, 10).to(device.address))
+        original = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        optimizer = sidestep.offload(original, sidestep.Placement(min_elements=16))
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            optimizer.synchronize()
+            original.state[weight].pop("momentum_buffer")
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert "momentum_buffer" in optimizer.state_dict()["state"][0]
+        assert torch.equal(weight.detach().cpu(), (torch.ones(10, 10) - 0.1) - 0.1 - 0.1)
+
+
+def test_a_sparse_parameter_on_the_host() -> None:
+    weight = torch.nn.Parameter(torch.eye(4).to_sparse())
+    optimizer = sidestep.offload(torch.optim.SGD([weight], lr=0.1))
+    weight.grad = torch.eye(4).to_sparse()
+    optimizer.step()
+    assert torch.equal(weight.detach().to_dense(), torch.eye(4) * 0.9)
+
+
+def test_settings_that_were_loaded_say_where_scalars_are_kept() -> None:
+    with SimulatedDevice("random") as device:
+        weight = torch.nn.Parameter(torch.ones(10, 10).to(device.address))
+        weight.grad = torch.ones_like(weight)
+        fused = torch.optim.AdamW([weight], fused=True)
+        fused.step()
+        optimizer = sidestep.offload(torch.optim.AdamW([weight]), sidestep.Placement(min_elements=16))
+        optimizer.load_state_dict(fused.state_dict())
+        assert optimizer.state[weight]["step"].device == device.address
+        assert optimizer.state[weight]["exp_avg"].device == torch.device("cpu")
 
 
 def test_gradients_that_come_late_have_room_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def test_a_scalar_on_the_host_is_read_not_written() -> None:
             with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
                 write(there)
         assert here == 1
+        assert here.fill_(there + 1) == 2  # this reads a value
 
 
 def test_lists_may_be_in_several_places() -> None:
@@ -107,9 +108,20 @@ def test_lists_may_be_in_several_places() -> None:
         assert [value.tolist() for value in (here, there, *doubled)] == [[4] * 3, [6] * 3, [8] * 3, [12] * 3]
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             torch._foreach_add_([here, there], [there, here])
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch._foreach_addcmul_([here, there], [here, there], [here, there], torch.ones(2))
         torch._foreach_copy_([here, there], [there, torch.zeros(3)])
         assert here.tolist() == [6] * 3
         assert there.tolist() == [0] * 3
+
+
+def test_copies_of_lists_may_be_late() -> None:
+    with SimulatedDevice("lazy") as device:
+        pinned = device.pin(12).view(torch.float32).fill_(1)
+        target = floats(device, 3).zero_()
+        torch._foreach_copy_([target], [pinned], non_blocking=True)
+        pinned.fill_(2)
+        assert target.tolist() == [2] * 3
 
 
 def test_an_impossible_operation_raises_where_it_is_called() -> None:

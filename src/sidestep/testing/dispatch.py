@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+COPY = aten.copy_.default
+FILL = aten.fill_.Tensor
 FOREACH_COPY = aten._foreach_copy_.default
 CACHED_CALLS_LIMIT = 1000
 
@@ -135,32 +137,53 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         if there is None:
             return func(*operands.args, **operands.kwargs)
         self._machine.settle()
-        if func is aten.copy_.default and not _on(there, homes):
-            return self._copy(*operands.args, **operands.kwargs)
-        if func is aten._to_copy.default and not _on(there, homes):
-            return self._move(there, *operands.args, **operands.kwargs)
+        if not _on(there, homes):
+            result = self._cross(func, traits, operands, homes, there, call)
+            if result is not NotImplemented:
+                return result
         if traits.view:
             return func(*operands.args, **operands.kwargs)
-        if traits.foreach and not _on(there, homes) and (len(operands.args[0]) > 1 or func is FOREACH_COPY):
-            return self._route_each(func, operands, call)
         self._refuse_mixtures(func, traits, operands, homes, there)
         plan = plan_of(func, traits, operands)
         if plan.now:
             return self._run_now(func, traits, operands, there)
         return self._defer(func, traits, operands, homes, there, plan)
 
-    def _route_each(self, func: Any, operands: Operands, call: Any) -> Any:
-        """Lists of tensors that are not all in one place: one call for each place in the lists, as real kernels do."""
+    def _cross(
+        self,
+        func: Any,
+        traits: Traits,
+        operands: Operands,
+        homes: list[Block | None],
+        there: SimulatedDevice,
+        call: Any,
+    ) -> Any:
+        """What may have operands in several places. ``NotImplemented`` if it is none of that."""
+        if func is COPY:
+            return self._copy(*operands.args, **operands.kwargs)
+        if func is aten._to_copy.default:
+            return self._move(there, *operands.args, **operands.kwargs)
+        if func is FILL and homes[0] is None and operands.args[0].dim() == 0:
+            return self._copy(*operands.args)
+        count = _length_of_lists(operands) if traits.foreach else 0
+        if func is FOREACH_COPY:
+            return self._copy_each(operands, count, call)
+        return self._route_each(func, operands, count, call) if count > 1 else NotImplemented
+
+    def _route_each(self, func: Any, operands: Operands, count: int, call: Any) -> Any:
+        """Lists of tensors that are not all on one device: one call for each element, as real kernels do."""
         results: list[Any] = []
-        for index in range(len(operands.args[0])):
-            if func is FOREACH_COPY:
-                pair = Operands((operands.args[0][index], operands.args[1][index]), operands.kwargs)
-                self._route(aten.copy_.default, traits_of(aten.copy_.default), pair, call)
-                continue
+        for index in range(count):
             args = [value[index : index + 1] if isinstance(value, (list, tuple)) else value for value in operands.args]
             result = self._route(func, traits_of(func), Operands(tuple(args), operands.kwargs), call)
             results.extend(result or ())
         return results or None
+
+    def _copy_each(self, operands: Operands, count: int, call: Any) -> None:
+        targets, sources, *rest = operands.args
+        for index in range(count):
+            one = Operands((targets[index], sources[index], *rest), operands.kwargs)
+            self._route(COPY, traits_of(COPY), one, call)
 
     def _destination(self, operands: Operands, here: SimulatedDevice | None, call: Any) -> SimulatedDevice | None:
         """The device that an operation belongs to.
@@ -280,6 +303,14 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         if operands.generator is None:
             return seed, None
         return None, torch.Generator().manual_seed(seed)
+
+
+def _length_of_lists(operands: Operands) -> int:
+    """How many elements each list of a call has; 0 if they differ, or if there is something else to share out."""
+    lengths = {len(value) for value in operands.args if isinstance(value, (list, tuple))}
+    others = [value for value in (*operands.args, *operands.kwargs.values()) if isinstance(value, torch.Tensor)]
+    is_simple = len(lengths) == 1 and not any(value.dim() for value in others)
+    return lengths.pop() if is_simple and not any(isinstance(v, (list, tuple)) for v in operands.kwargs.values()) else 0
 
 
 def _on(device: SimulatedDevice, homes: list[Block | None]) -> bool:
