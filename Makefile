@@ -17,7 +17,7 @@ check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q --numprocesses auto --seeds 2 --every 12 tests/unit tests/contract tests/simulated
+	$(BIN)/python -m pytest -q --numprocesses auto --seeds 2 --every 25 tests/unit tests/contract tests/simulated
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist sidestep-demo.png
