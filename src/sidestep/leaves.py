@@ -47,8 +47,8 @@ def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
 def tensors_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Each tensor of a compound entry with its key; none if some of them share memory, which moving would separate."""
     found = list(parts_within(name, value))
-    spans = sorted(_span(tensor) for _, tensor in found if _has_address(tensor))
-    shares = any(at == device and end > start for (at, _, end), (device, start, _) in pairwise(spans))
+    spans = sorted(span_of(tensor) for _, tensor in found if is_strided(tensor) and tensor.numel())
+    shares = any(storage == other and stop > start for (storage, _, stop), (other, start, _) in pairwise(spans))
     return iter(() if shares else found)
 
 
@@ -85,19 +85,24 @@ def with_tensors(name: Any, value: Any, tensors: Mapping[Any, torch.Tensor]) -> 
     return _rebuilt((name,), value, tensors)
 
 
-def _has_address(tensor: torch.Tensor) -> bool:
-    is_strided = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
-    return is_strided and tensor.numel() > 0 and tensor.data_ptr() != 0
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor that lies in one storage."""
+    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
 
 
-def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """The device and the addresses between which a tensor lies.
+def span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The storage of a strided tensor, and the bytes [start, stop) of it between which the tensor lies.
 
-    Not its storage: in a slot all tensors have one. Tensors that lie between each other's elements count as sharing.
+    In a slot all tensors have one storage. Tensors that lie between each other's elements count as sharing.
     """
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    start = tensor.data_ptr()
-    return str(tensor.device), start, start + reach * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return storage_of(tensor), start, start + reach * tensor.itemsize
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for two tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _within(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

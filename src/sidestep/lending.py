@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from sidestep.chunks import Chunk, Piece
+from sidestep.chunks import ALIGNMENT_BYTES, Chunk, Piece, aligned
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
 from sidestep.leaves import (
-    PLAIN_TENSORS,
     Entries,
     Key,
     is_compound,
+    is_strided,
     parts_within,
+    span_of,
+    storage_of,
     tensors_of,
     tensors_within,
     with_tensors,
@@ -122,11 +124,11 @@ class Lender:
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.
         """
         moved: list[Moved] = []
-        in_slot = None if slot.buffer is None else _storage_of(slot.buffer)
+        in_slot = None if slot.buffer is None else storage_of(slot.buffer)
         for lent in loan.pieces:
             if lent.piece.is_slice:
                 _take_back_gradient(lent)
-            elif in_slot is not None and _storage_of(lent.stand_in) == in_slot:
+            elif in_slot is not None and storage_of(lent.stand_in) == in_slot:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             after = loan.state.get(lent.stand_in)
             if after is None and lent.own is not None and lent.piece.start == 0:
@@ -144,8 +146,7 @@ class Lender:
         for lent, name in loan.compound:
             homes = self._at_rest.homes.get(lent.piece.parameter, {})
             at_rest = {key: home.tensor for key, home in homes.items() if isinstance(key, tuple)}
-            value = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
-            self._state[lent.piece.parameter][name] = _all_apart_from(slot, name, value)
+            self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
         return settled
 
     def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, slot: Slot, ring: Ring | None) -> list[Moved]:
@@ -162,11 +163,11 @@ class Lender:
             if ring is not None and not piece.is_slice and is_compound(value):
                 own[name] = value
                 loan.compound.append((lent, name))
-                moved += self._take_back_compound(lent, name, value, ring)
+                moved += self._take_back_compound(loan, lent, name, slot, ring)
             elif ring is not None and _may_leave(value, piece, ring):
                 moved.append(Moved(lent, name, value))
             elif piece.start == 0:
-                own[name] = _apart_from(slot, value) if isinstance(value, torch.Tensor) else value
+                own[name] = _apart_from(slot, value)
                 self._at_rest.drop_entry(piece.parameter, name)
         if own.keys() != after.keys():
             self._drop_removed(piece.parameter, own, after)
@@ -177,8 +178,9 @@ class Lender:
             del own[name]
             self._at_rest.drop_entry(parameter, name)
 
-    def _take_back_compound(self, lent: Lent, name: str, value: Any, ring: Ring) -> list[Moved]:
+    def _take_back_compound(self, loan: Loan, lent: Lent, name: str, slot: Slot, ring: Ring) -> list[Moved]:
         """Returns the tensors inside that are not where they belong."""
+        value = loan.state[lent.stand_in][name]
         inside = dict(tensors_within(name, value))
         in_place = {key for key, tensor in inside.items() if tensor is lent.in_slot.get(key)}
         leaving = [
@@ -186,7 +188,9 @@ class Lender:
             for key, tensor in inside.items()
             if key not in in_place and _may_leave(tensor, lent.piece, ring)
         ]
-        self._at_rest.drop_entry(lent.piece.parameter, name, but={*in_place, *(moved.key for moved in leaving)})
+        with_homes = {*in_place, *(moved.key for moved in leaving)}
+        self._at_rest.drop_entry(lent.piece.parameter, name, but=with_homes)
+        loan.state[lent.stand_in][name] = _all_apart_from(slot, name, value, but=with_homes)
         return leaving
 
     def _settle(self, moved: list[Moved], loan: Loan, slot: Slot, ring: Ring) -> tuple[list[Loose], bool]:
@@ -292,32 +296,31 @@ def _may_leave(value: Any, piece: Piece, ring: Ring) -> bool:
     return value.shape == (piece.elements,) if piece.is_slice else may_rest(value, piece.subject)
 
 
-def _apart_from(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """``value``, or a copy of it if it lies in the slot, whose content is about to be rearranged."""
-    return value.clone() if slot.buffer is not None and _storage_of(value) == _storage_of(slot.buffer) else value
+def _apart_from(slot: Slot, value: Any) -> Any:
+    """``value``, or a copy of it if it is a tensor in the slot, whose content is about to be rearranged."""
+    return value.clone() if _is_within(slot, value) else value
 
 
-def _all_apart_from(slot: Slot, name: str, value: Any) -> Any:
-    """A compound entry without tensors that lie in the slot; copies share memory as they did."""
-    if slot.buffer is None:
-        return value
-    in_slot = _storage_of(slot.buffer)
-    strided = [
-        (key, t) for key, t in parts_within(name, value) if t.layout is torch.strided and type(t) in PLAIN_TENSORS
-    ]
-    inside = [(key, tensor) for key, tensor in strided if _storage_of(tensor) == in_slot]
+def _all_apart_from(slot: Slot, name: str, value: Any, but: Collection[Key]) -> Any:
+    """A compound entry without tensors in the slot, ``but`` those under these keys; copies share memory as they did."""
+    inside = {key: t for key, t in parts_within(name, value) if key not in but and _is_within(slot, t)}
     if not inside:
         return value
-    buffer = slot.buffer.clone()
+    assert slot.buffer is not None
+    spans = [span_of(tensor) for tensor in inside.values()]
+    start = min(start for _, start, _ in spans) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    stop = aligned(max(stop for _, _, stop in spans))
+    copied = slot.buffer.new_empty(stop - start)
+    copied[: len(slot.buffer) - start].copy_(slot.buffer[start:stop])
     views = {
-        key: buffer[: len(buffer) // t.itemsize * t.itemsize]
-        .view(t.dtype)
-        .as_strided(t.shape, t.stride(), t.storage_offset())
-        for key, t in inside
+        key: copied.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset() - start // t.itemsize)
+        for key, t in inside.items()
     }
     return with_tensors(name, value, views)
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Equal for two tensors that share memory."""
-    return int(tensor.untyped_storage()._cdata)
+def _is_within(slot: Slot, value: Any) -> bool:
+    """Whether it is a tensor in the slot's memory."""
+    if slot.buffer is None or not isinstance(value, torch.Tensor) or not is_strided(value):
+        return False
+    return storage_of(value) == storage_of(slot.buffer)

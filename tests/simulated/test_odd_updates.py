@@ -84,6 +84,17 @@ class ShrinksWithin(Base):
             state["moments"][1] = first.flatten()[4:]
 
 
+class KeepsAViewOfWhatItReplaces(Base):
+    """In a list; and a tensor of another layout."""
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        state["old"] = [momentum.flatten()[:4], momentum.flatten()[2:6], 3]
+        state["mask"] = torch.eye(3).to_sparse()
+        state["momentum"] = momentum * 0.9 + p.grad
+        p.sub_(state["momentum"], alpha=lr)
+
+
 class AddsToItsGroup(Base):
     """A key whose value is None, and a tensor that is changed in place."""
 
@@ -144,7 +155,9 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range, each: Callable[[
 
 
 @pytest.mark.parametrize(
-    "kind", [Renames, SharesWithin, ShrinksToAView, ShrinksWithin, AddsToItsGroup, HasALock], ids=lambda k: k.__name__
+    "kind",
+    [Renames, SharesWithin, ShrinksToAView, ShrinksWithin, KeepsAViewOfWhatItReplaces, AddsToItsGroup, HasALock],
+    ids=lambda k: k.__name__,
 )
 def test_unusual_state(kind: type[Base]) -> None:
     def run(device: SimulatedDevice, wrap: Wrap) -> Any:
