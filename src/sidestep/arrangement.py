@@ -17,7 +17,7 @@ from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
-from sidestep.leaves import put, tensor_at, tensors_of
+from sidestep.leaves import put, storage_of, tensor_at, tensors_of
 from sidestep.placement import Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
 from sidestep.step import Step
@@ -488,7 +488,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         parts = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
-        storages.update({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts})
+        storages.update({storage_of(part): part.untyped_storage().nbytes() for part in parts})
     return sum(storages.values())
 
 

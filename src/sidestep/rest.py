@@ -12,7 +12,7 @@ from sidestep.chunks import Chunk, Piece, Subject, aligned
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, is_dense, memory_of
-from sidestep.leaves import PLAIN_TENSORS, Entries, Key, put, tensor_at, tensors_of
+from sidestep.leaves import Entries, Key, is_strided, put, storage_of, tensor_at, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +155,12 @@ class StateAtRest:
 
         It is copied; to the device, if it cannot rest where it has come to.
         """
-        occupied = {h.tensor.untyped_storage()._cdata for homes in self.homes.values() for h in homes.values()}
+        occupied = {storage_of(h.tensor) for homes in self.homes.values() for h in homes.values()}
         for subject in subjects:
             for key, value in list(tensors_of(state.get(subject.parameter))):
                 home = self.get(subject.parameter, key)
                 is_at_home = home is not None and home.tensor is value
-                if not is_at_home and type(value) in PLAIN_TENSORS and value.untyped_storage()._cdata in occupied:
+                if not is_at_home and is_strided(value) and storage_of(value) in occupied:
                     copied = value.clone() if may_rest(value, subject) else value.to(subject.address, copy=True)
                     put(state[subject.parameter], {key: copied})
 
@@ -238,8 +238,7 @@ def may_rest(value: Any, subject: Subject) -> bool:
         and subject.offloads
         and value.numel() >= subject.placement.min_elements
         and (value.shape == subject.parameter.shape or not subject.is_sliceable)
-        and type(value) in PLAIN_TENSORS
-        and value.layout is torch.strided
+        and is_strided(value)
         and is_dense(value)
     )
 

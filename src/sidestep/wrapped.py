@@ -52,13 +52,13 @@ class LentGroup(dict[str, Any]):
     is_seen = False
 
     def __getitem__(self, key: str) -> Any:
-        if key == "params":
-            self.is_seen = True
+        self.is_seen |= key == "params"
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """As of any dictionary."""
-        return self[key] if key in self else default  # noqa: SIM401 - this is get
+        self.is_seen |= key == "params"
+        return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         self.is_seen = True  # whoever copies a dictionary comes by here
