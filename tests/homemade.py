@@ -54,6 +54,21 @@ class GroupCounter(Optimizer):
             group["k"] += 1
 
 
+class MasterOfItsOwn(Optimizer):
+    """Keeps something under the name that Sidestep has for masters."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """A running sum of gradients is what parameters follow."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p].setdefault("master", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(self.state[p]["master"], alpha=group["lr"])
+
+
 class Lamb(Optimizer):
     """Each parameter's update is scaled by its own norms."""
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from sidestep import probe
-from sidestep.chunks import Chunk, Subject, default_chunk_bytes, plan_chunks
+from sidestep import masters, probe
+from sidestep.chunks import MASTER, Chunk, Subject, default_chunk_bytes, plan_chunks, whole_of_all
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.limits import available_host_bytes
 from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
-from sidestep.leaves import put, storage_of, tensor_at, tensors_of
-from sidestep.placement import Policy, resolve
+from sidestep.leaves import Key, put, storage_of, tensor_at, tensors_of
+from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
@@ -56,6 +56,7 @@ class Arrangement:
         self.peak_bytes = {"parameters": 0, "gradients": 0, "state": 0}  # on devices
         self._measured: list[Any] | None = None
         self.broken_by: BaseException | None = None
+        self._has_warned = False
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
@@ -72,9 +73,10 @@ class Arrangement:
 
     # Steps.
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, inverse_scale: torch.Tensor | None = None) -> Any:
         """One step of the wrapped optimizer; ``check_usable`` comes first. Each chunk's update gets ``closure``.
 
+        ``inverse_scale`` is what gradients are multiplied with first, where there are masters; ``None``: nothing.
         Returns what the first of these updates returned.
 
         Raises:
@@ -84,7 +86,7 @@ class Arrangement:
         self.prepare()
         due = self._due()
         self._make_homes(due)
-        result = self._run(own_update(type(self.optimizer), closure), due, counted=True)
+        result = self._run(own_update(type(self.optimizer), closure), due, counted=True, inverse_scale=inverse_scale)
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
@@ -109,6 +111,8 @@ class Arrangement:
             return self._run(method, self.chunks)
         try:
             self.bring_to_device()
+            if self.has_masters:  # it must see them in the place of their parameters
+                return self._run(method, [whole_of_all(self.subjects)])
             return method(self.optimizer)
         finally:
             self.forget_plan()
@@ -124,10 +128,26 @@ class Arrangement:
             self._reaches[case] = probe.reach_of(self.optimizer, method, self.cuttings)
         return self._reaches[case]
 
-    def _run(self, update: Update, chunks: list[Chunk], *, counted: bool = False) -> Any:
+    def _run(
+        self,
+        update: Update,
+        chunks: list[Chunk],
+        *,
+        counted: bool = False,
+        inverse_scale: torch.Tensor | None = None,
+    ) -> Any:
         busy = {group for chunk in chunks for group in chunk.groups}
         idle_groups = [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
-        step = Step(self.optimizer, update, chunks, idle_groups, self.rings, self.at_rest, is_counted=counted)
+        step = Step(
+            self.optimizer,
+            update,
+            chunks,
+            idle_groups,
+            self.rings,
+            self.at_rest,
+            is_counted=counted,
+            inverse_scale=inverse_scale,
+        )
         self._unfinished = step
         try:
             step.run()
@@ -225,13 +245,30 @@ class Arrangement:
             if chunk.address is None or chunk in self._is_housed:
                 continue
             subjects = [piece.subject for piece in chunk.pieces if piece.start == 0]
-            stateless = [subject for subject in subjects if not self.optimizer.state.get(subject.parameter)]
+            stateless = [subject for subject in subjects if self._is_stateless(subject)]
             new = [subject for subject in stateless if subject.parameter.grad is not None]
             self.at_rest.make_early(self._device(chunk.address), new)
             if not stateless:  # until then, look again: one may get its first gradient later, or a step may fail
                 self._is_housed.add(chunk)
 
+    def _is_stateless(self, subject: Subject) -> bool:
+        entries = self.optimizer.state.get(subject.parameter)
+        return not entries or (subject.has_master and MASTER not in entries)
+
     # Planning.
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether, as planned, any parameter has a master."""
+        return any(subject.has_master for subject in self.subjects)
+
+    def has_fp16_masters(self) -> bool:
+        """Whether any fp16 parameter will have a master, planned or not."""
+        groups = self.optimizer.param_groups
+        if not any(parameter.dtype is torch.float16 for parameter in parameters_of(groups)):
+            return False
+        placed = self.placements()
+        return any(p.dtype is torch.float16 and placement.master is not None for p, _, _, placement in placed)
 
     def plan(self) -> None:
         """Make chunks and rings true to the groups and parameters as they are now."""
@@ -297,10 +334,13 @@ class Arrangement:
         self.land()
         self._check_sparse_gradients()
         self.subjects = list(self._make_subjects())
+        for subject in self.subjects:
+            masters.check(subject)
         chunk_bytes = self.settings.chunk_bytes
         self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
         self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
+        self.warn_of_rounding()
         self._is_housed.clear()
         self._make_rings()
         self._settle_homes()
@@ -318,22 +358,41 @@ class Arrangement:
                 self._near_at[subject.parameter] = subject.address
         self._near_at = {subject.parameter: subject.address for subject in self.subjects}
 
-    def _make_subjects(self) -> Iterable[Subject]:
+    def placements(self) -> Iterable[tuple[torch.nn.Parameter, str, int, Placement]]:
+        """Each parameter of the groups with its name, its group and its placement.
+
+        Raises:
+            PlacementError: a placement makes no sense.
+        """
         names = self.names()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 name = names[parameter]
-                yield Subject(
+                yield (
                     parameter,
                     name,
                     index,
                     resolve(self.settings.policy, self.own_policies[index], name, parameter, group),
-                    parameter.device,
-                    device_at(parameter.device) is not None,
-                    self.cuttings[index],
-                    parameter in self._must_stay_whole,
-                    self.at_rest.bytes_of(parameter),
                 )
+
+    def _make_subjects(self) -> Iterable[Subject]:
+        for parameter, name, index, placement in self.placements():
+            yield Subject(
+                parameter,
+                name,
+                index,
+                placement,
+                parameter.device,
+                device_at(parameter.device) is not None,
+                self.cuttings[index],
+                parameter in self._must_stay_whole,
+                self.at_rest.bytes_of(parameter),
+            )
+
+    def warn_of_rounding(self) -> None:
+        """Warn, once, of 16-bit parameters that have no master."""
+        if not self._has_warned:
+            self._has_warned = masters.warn_of_rounding(self.subjects or self._make_subjects())
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """A name for each parameter of the groups."""
@@ -401,6 +460,9 @@ class Arrangement:
     def _honour_edits(self) -> None:
         """Give homes to state that has none, and forget homes whose tensor was removed."""
         state: State = self.optimizer.state
+        for subject in self.subjects:
+            if subject.parameter in state:
+                masters.conform(subject, state[subject.parameter])
         self.at_rest.untangle(self.subjects, state)
         for chunk in self.chunks:
             if chunk.address is not None:
@@ -440,16 +502,11 @@ class Arrangement:
         return max([*coupled, *whole, *cut], default=1)
 
     def bring_back(self) -> None:
-        """All state back to its parameter's device, for good. If it fails, all goes home again."""
+        """All state back to its parameter's device, for good, as the plain optimizer has it. If it fails, all stays."""
         given = self.settings
         try:
             self._prepare_at_any_size()
-            try:
-                self.bring_to_device()
-            except BaseException:
-                self._is_edited = True
-                self.prepare()
-                raise
+            self.bring_to_device(for_good=True)
         finally:
             if self.settings is not given:
                 self.settings = given
@@ -464,14 +521,28 @@ class Arrangement:
             self.settings = dataclasses.replace(self.settings, chunk_bytes=None)
             self.prepare()
 
-    def bring_to_device(self) -> None:
-        """All state to its parameter's device, until it is edited or planned anew."""
+    def bring_to_device(self, *, for_good: bool = False) -> None:
+        """All state to its parameter's device, until it is edited or planned anew; ``for_good`` without masters."""
         self.land()
-        for parameter in parameters_of(self.optimizer.param_groups):
-            for key, home in list(self.at_rest.homes.get(parameter, {}).items()):
-                if tensor_at(self.optimizer.state[parameter], key) is home.tensor:
-                    put(self.optimizer.state[parameter], {key: to_device(home, parameter.device)})
-                self.at_rest.drop(parameter, key)
+        state = self.optimizer.state
+        near = {s.parameter: dict(self._near(s, for_good=for_good)) for s in self.subjects if s.parameter in state}
+        for subject in self.subjects:
+            if subject.parameter in state:
+                put(state[subject.parameter], near[subject.parameter])
+                self.at_rest.drop_all(subject.parameter)
+                if for_good:
+                    masters.conform(masters.without(subject), state[subject.parameter])
+
+    def _near(self, subject: Subject, *, for_good: bool) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Copies on the device of the parameter's state at rest."""
+        for key, home in self.at_rest.homes.get(subject.parameter, {}).items():
+            is_spare = for_good and subject.has_master and key == MASTER
+            if not is_spare and tensor_at(self.optimizer.state[subject.parameter], key) is home.tensor:
+                dtype = home.layout.dtype
+                yield (
+                    key,
+                    to_device(home, subject.address, masters.plain_dtype(subject, key, dtype) if for_good else dtype),
+                )
 
     def close(self) -> None:
         """Give back the rings' memory."""

@@ -15,6 +15,12 @@ from sidestep.twins import CUT_ELEMENTS, Cut
 
 MAX_CHUNK_BYTES = 64 * 2**20
 _CHUNKS_WANTED = 16
+MASTER = "master"
+"""The entry of a parameter's state that holds its master."""
+
+SHORT_DTYPES = (torch.bfloat16, torch.float16)
+"""The dtypes of parameters that may have a master."""
+
 ALIGNMENT_BYTES = 256
 """State tensors start at multiples of this, in slabs and in slots alike, so that both have one layout."""
 
@@ -44,12 +50,23 @@ class Subject:
         return self.is_on_device and self.placement.offloads
 
     @functools.cached_property
+    def has_master(self) -> bool:
+        """Whether the update is applied to an fp32 copy of the parameter."""
+        return self.placement.master is not None and self.parameter.dtype in SHORT_DTYPES
+
+    @functools.cached_property
+    def stepped_dtype(self) -> torch.dtype:
+        """The dtype of the tensor that the update is applied to: the master's, or the parameter's own."""
+        return torch.float32 if self.has_master else self.parameter.dtype
+
+    @functools.cached_property
     def predicted(self) -> list[tuple[str, torch.dtype]]:
         """The state tensors of the parameter's shape that will leave the device, as the probe predicts them."""
         if not self.offloads or self.parameter.numel() < self.placement.min_elements:
             return []
         kinds = self.cutting.kinds_for(self.parameter)
-        return [(kind.name, kind.dtype or self.parameter.dtype) for kind in kinds if kind.elementwise]
+        predicted = [(kind.name, kind.dtype or self.stepped_dtype) for kind in kinds if kind.elementwise]
+        return [*predicted, (MASTER, torch.float32)] if self.has_master else predicted
 
     @functools.cached_property
     def itemsizes(self) -> list[int]:
@@ -74,7 +91,7 @@ class Subject:
     def is_sliceable(self) -> bool:
         """Whether it may be cut inside: bit-equal in any dtype on a device, in fp32 and fp64 on CPU kernels."""
         parameter = self.parameter
-        exact = self.address.type != "cpu" or parameter.dtype in (torch.float32, torch.float64)
+        exact = self.address.type != "cpu" or self.stepped_dtype in (torch.float32, torch.float64)
         is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.is_contiguous()
         return self.cutting.cut is Cut.ELEMENT and exact and is_plain and not self.is_whole
 
@@ -163,6 +180,12 @@ def plan_chunks(subjects: Sequence[Subject], chunk_bytes: int) -> list[Chunk]:
         if staying:
             chunks.append(Chunk(tuple(staying), _only_address([piece.subject for piece in staying])))
     return chunks
+
+
+def whole_of_all(subjects: Sequence[Subject]) -> Chunk:
+    """Everything in one chunk, with its state where the parameters are."""
+    at_once = [dataclasses.replace(s, cutting=dataclasses.replace(s.cutting, cut=Cut.OPTIMIZER)) for s in subjects]
+    return Chunk(tuple(_whole(subject) for subject in at_once), None)
 
 
 def _one_piece(subjects: Sequence[Subject]) -> Chunk:

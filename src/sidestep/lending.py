@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from sidestep.chunks import ALIGNMENT_BYTES, Chunk, Piece, aligned
+from sidestep.chunks import ALIGNMENT_BYTES, MASTER, Chunk, Piece, aligned
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
 from sidestep.leaves import (
@@ -24,6 +24,7 @@ from sidestep.leaves import (
     tensors_within,
     with_tensors,
 )
+from sidestep.masters import follow, without_master
 from sidestep.rest import StateAtRest, Wanted, may_rest
 from sidestep.wrapped import State
 
@@ -31,14 +32,26 @@ from sidestep.wrapped import State
 class Lent(NamedTuple):
     """One piece on loan.
 
-    ``stand_in``: what the optimizer takes for the parameter; ``own``: the parameter's state in the optimizer, if it has
-    any; ``in_slot``: this piece's part of it in the slot.
+    ``stand_in``: what the optimizer takes for the parameter; ``values``: what is lent as its values, the piece itself
+    or its master; ``own``: the parameter's state in the optimizer, if it has any; ``in_slot``: this piece's part of it
+    in the slot.
     """
 
     piece: Piece
     stand_in: torch.nn.Parameter
+    values: torch.Tensor
     own: Entries | None
     in_slot: dict[Key, torch.Tensor]
+
+    @property
+    def is_itself(self) -> bool:
+        """Whether the optimizer has the parameter in its own hands."""
+        return self.stand_in is self.piece.parameter
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the optimizer has the master in the parameter's place."""
+        return self.piece.subject.has_master and self.values.dtype != self.piece.parameter.dtype
 
 
 class Moved(NamedTuple):
@@ -84,9 +97,11 @@ class Loan:
 class Lender:
     """Lends state in the course of one step; every slice of a parameter starts from what was there before the step."""
 
-    def __init__(self, state: State, at_rest: StateAtRest) -> None:
+    def __init__(self, state: State, at_rest: StateAtRest, inverse_scale: torch.Tensor | None = None) -> None:
+        """``inverse_scale``: what gradients are multiplied with, on the device."""
         self._state = state
         self._at_rest = at_rest
+        self._inverse_scale = inverse_scale
         self._before: dict[torch.nn.Parameter, Entries] = {}
 
     def lend(self, chunk: Chunk, slot: Slot) -> Loan:
@@ -95,27 +110,71 @@ class Lender:
         views = slot.views()
         is_simple = slot.layout is None or not slot.layout.has_compound
         for piece in chunk.pieces:
-            in_slot = views.get(piece, _NOTHING)
-            own = self._state.get(piece.parameter)
-            if piece.is_slice:
-                stand_in = _slice_of(piece)
-                loan.state[stand_in] = {
-                    name: in_slot[name] if name in in_slot else _slice_value(value, piece)
-                    for name, value in self._own_before(piece).items()
-                }
-            else:
-                stand_in = piece.parameter
-                if own is not None:
-                    is_all_there = is_simple and in_slot.keys() <= own.keys()
-                    loan.state[stand_in] = {**own, **in_slot} if is_all_there else _entries_with(own, in_slot)
-            loan.pieces.append(Lent(piece, stand_in, own, in_slot))
+            lent = self._lend_piece(piece, views.get(piece, _NOTHING), is_due=chunk.is_always_due)
+            loan.pieces.append(lent)
+            entries = self._entries_of(lent, is_simple=is_simple)
+            if entries is not None:
+                loan.state[lent.stand_in] = entries
         if chunk.is_coupled:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
         return loan
 
+    def _lend_piece(self, piece: Piece, in_slot: dict[Key, torch.Tensor], *, is_due: bool) -> Lent:
+        parameter = piece.parameter
+        own = self._state.get(parameter)
+        with_master = piece.subject.has_master and (is_due or parameter.grad is not None)
+        is_scaled = self._inverse_scale is not None and parameter.grad is not None
+        if not (piece.is_slice or with_master or is_scaled):
+            return Lent(piece, parameter, parameter, own, in_slot)
+        values = parameter.detach().view(-1)[piece.start : piece.stop] if piece.is_slice else parameter.detach()
+        if with_master:
+            values = self._master_of(piece, values, in_slot)
+        stand_in = torch.nn.Parameter(values, parameter.requires_grad)
+        vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
+        if parameter.grad is not None:
+            stand_in.grad = self._gradient_of(piece, values.dtype if with_master else parameter.grad.dtype)
+        return Lent(piece, stand_in, values, own, in_slot)
+
+    def _master_of(self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+        """The master of a parameter with these values: the one it has, with what was written to it since; or a new one.
+
+        A home that is not in the slot is one that this step fills.
+        """
+        is_resident = self._at_rest.get(piece.parameter, MASTER) is None
+        entries = self._state.get(piece.parameter, _NOTHING) if is_resident else in_slot
+        master = entries.get(MASTER)
+        if master is None:
+            return values.to(torch.float32)
+        follow(master, values)
+        return master
+
+    def _gradient_of(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        gradient = piece.parameter.grad
+        assert gradient is not None
+        gradient = gradient.detach()
+        if piece.is_slice:
+            gradient = gradient.reshape(-1)[piece.start : piece.stop]
+        if self._inverse_scale is None:
+            return gradient.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (gradient.to(wide) * self._inverse_scale.to(gradient.device, wide)).to(dtype)
+
+    def _entries_of(self, lent: Lent, *, is_simple: bool) -> Entries | None:
+        """The piece's state as the optimizer sees it; ``None`` where it has none."""
+        piece, in_slot = lent.piece, without_master(lent.in_slot, lent.piece.subject)
+        if piece.is_slice:
+            before = self._own_before(piece)
+            return {n: in_slot[n] if n in in_slot else _slice_value(value, piece) for n, value in before.items()}
+        own = lent.own if lent.own is None else without_master(lent.own, piece.subject)
+        if own is None or (not own and lent.own):
+            return None
+        is_all_there = is_simple and in_slot.keys() <= own.keys()
+        return {**own, **in_slot} if is_all_there else _entries_with(own, in_slot)
+
     def _own_before(self, piece: Piece) -> Entries:
         if piece.parameter not in self._before:
-            self._before[piece.parameter] = dict(self._state.get(piece.parameter, _NOTHING))
+            own = without_master(self._state.get(piece.parameter, _NOTHING), piece.subject)
+            self._before[piece.parameter] = dict(own)
         return self._before[piece.parameter]
 
     def take_back(self, loan: Loan, slot: Slot, ring: Ring | None) -> tuple[list[Loose], bool]:
@@ -126,14 +185,13 @@ class Lender:
         moved: list[Moved] = []
         in_slot = None if slot.buffer is None else storage_of(slot.buffer)
         for lent in loan.pieces:
-            if lent.piece.is_slice:
-                _take_back_gradient(lent)
-            elif in_slot is not None and storage_of(lent.stand_in) == in_slot:
+            if in_slot is not None and not lent.is_master and storage_of(lent.stand_in) == in_slot:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
+            if not lent.is_itself:
+                moved += self._take_back_values(lent, slot, ring)
             after = loan.state.get(lent.stand_in)
             if after is None and lent.own is not None and lent.piece.start == 0:
-                self._state.pop(lent.piece.parameter, None)
-                self._at_rest.drop_all(lent.piece.parameter)
+                self._drop_state(lent)
             if after is None or (lent.piece.is_slice and not after):
                 continue
             moved += self._take_back_entries(loan, lent, after, slot, ring)
@@ -149,9 +207,37 @@ class Lender:
             self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
         return settled
 
+    def _take_back_values(self, lent: Lent, slot: Slot, ring: Ring | None) -> list[Moved]:
+        """The parameter gets the values that the optimizer gave its stand-in. Returns the master if it has moved."""
+        piece = lent.piece
+        _take_back_gradient(lent)
+        after = lent.stand_in.detach()
+        is_in_place = _is_same_memory(after, lent.values)
+        if lent.is_master or not is_in_place:
+            target = piece.parameter.detach()
+            (target.view(-1)[piece.start : piece.stop] if piece.is_slice else target).copy_(after)
+        is_at_home = MASTER in lent.in_slot or (lent.own or _NOTHING).get(MASTER) is lent.values
+        if not lent.is_master or (is_in_place and is_at_home):
+            return []
+        master = _apart_from(slot, after)
+        if ring is not None and _may_leave(master, piece, ring):
+            return [Moved(lent, MASTER, master)]
+        self._state[piece.parameter][MASTER] = master
+        self._at_rest.drop_entry(piece.parameter, MASTER)
+        return []
+
+    def _drop_state(self, lent: Lent) -> None:
+        """The optimizer has dropped a parameter's state."""
+        parameter, own = lent.piece.parameter, lent.own
+        if lent.piece.subject.has_master and own is not None and MASTER in own:
+            self._drop_removed(lent, own, {})
+        else:
+            self._state.pop(parameter, None)
+            self._at_rest.drop_all(parameter)
+
     def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, slot: Slot, ring: Ring | None) -> list[Moved]:
         """Returns the tensors that are not where they belong."""
-        piece, _, own, in_slot = lent
+        piece, own, in_slot = lent.piece, lent.own, lent.in_slot
         if own is None:
             own = self._state[piece.parameter]
         moved = []
@@ -170,13 +256,13 @@ class Lender:
                 own[name] = _apart_from(slot, value)
                 self._at_rest.drop_entry(piece.parameter, name)
         if own.keys() != after.keys():
-            self._drop_removed(piece.parameter, own, after)
+            self._drop_removed(lent, own, after)
         return moved
 
-    def _drop_removed(self, parameter: torch.nn.Parameter, own: Entries, after: Entries) -> None:
-        for name in [name for name in own if name not in after]:
+    def _drop_removed(self, lent: Lent, own: Entries, after: Entries) -> None:
+        for name in [name for name in without_master(own, lent.piece.subject) if name not in after]:
             del own[name]
-            self._at_rest.drop_entry(parameter, name)
+            self._at_rest.drop_entry(lent.piece.parameter, name)
 
     def _take_back_compound(self, loan: Loan, lent: Lent, name: str, slot: Slot, ring: Ring) -> list[Moved]:
         """Returns the tensors inside that are not where they belong."""
@@ -220,6 +306,8 @@ class Lender:
     def _all_with_homes(self, loan: Loan, moved: list[Moved]) -> Iterator[Moved]:
         instead = {(lent.piece, key): value for lent, key, value in moved}
         for lent in loan.pieces:
+            if lent.is_master and self._at_rest.get(lent.piece.parameter, MASTER) is not None:
+                yield Moved(lent, MASTER, instead.get((lent.piece, MASTER), lent.values))
             for key, value in tensors_of(loan.state.get(lent.stand_in)):
                 if self._at_rest.get(lent.piece.parameter, key) is not None:
                     yield Moved(lent, key, instead.get((lent.piece, key), value))
@@ -263,16 +351,6 @@ def _entries_with(own: Entries, in_slot: dict[Key, torch.Tensor]) -> Entries:
     return entries
 
 
-def _slice_of(piece: Piece) -> torch.nn.Parameter:
-    """Elements of a parameter as a parameter of their own, with their part of the gradient. Shares both memories."""
-    parameter = piece.parameter
-    stand_in = torch.nn.Parameter(parameter.detach().view(-1)[piece.start : piece.stop], parameter.requires_grad)
-    vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
-    if parameter.grad is not None:
-        stand_in.grad = parameter.grad.detach().reshape(-1)[piece.start : piece.stop]
-    return stand_in
-
-
 def _slice_value(value: Any, piece: Piece) -> Any:
     """One state entry of a parameter, as its slice starts with it: elements are shared, all else is copied."""
     if not isinstance(value, torch.Tensor):
@@ -288,6 +366,14 @@ def _take_back_gradient(lent: Lent) -> None:
     if piece.stop == piece.parameter.numel() and lent.stand_in.grad is None:
         piece.parameter.grad = None
     lent.stand_in.grad = None
+
+
+def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        storage_of(tensor) == storage_of(other)
+        and tensor.storage_offset() == other.storage_offset()
+        and tensor.stride() == other.stride()
+    )
 
 
 def _may_leave(value: Any, piece: Piece, ring: Ring) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from sidestep.chunks import Subject
+from sidestep.chunks import MASTER, Subject
 from sidestep.errors import StateDictError
 from sidestep.leaves import Entries, is_compound, tensors_within, with_tensors
 from sidestep.probe import Cutting, signature
@@ -94,6 +94,7 @@ def _check_entries(
     if not isinstance(entries, dict):
         raise StateDictError(f"the state of {name} is a {type(entries).__name__}, not a dict. Nothing was loaded")
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim}
+    shapes.setdefault(MASTER, parameter.shape)
     shapes.update({kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise})
     for key, shape in shapes.items():
         found = entries.get(key)

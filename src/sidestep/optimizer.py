@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from sidestep.errors import NotYetError, PlacementError, SidestepError, Unsuppor
 from sidestep.interrupts import deferred_interrupts
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.report import Report, report_of
+from sidestep.skips import Skips
 
 _OWN = "offload"
 """The key of a parameter group that holds the group's own policy."""
@@ -94,7 +96,9 @@ def offload(
         slots=3 if slots is None else slots,
     )
     _check_placements(optimizer, settings)
-    return OffloadOptimizer(optimizer, settings)
+    offloaded = OffloadOptimizer(optimizer, settings)
+    offloaded._arrangement.warn_of_rounding()
+    return offloaded
 
 
 def _check_placements(optimizer: Optimizer, settings: Settings) -> None:
@@ -163,6 +167,7 @@ class OffloadOptimizer(Optimizer):
         self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
         self._patch_step_function()
         self._arrangement = Arrangement(self._original, self._settings, self._own_policies)
+        self._skips = Skips()
         self._known_groups = list(self.param_groups)
         self._own_methods = {name: vars(self._original)[name] for name in _REFUSED if name in vars(self._original)}
         vars(self._original).update({name: _refusal(self._original, name) for name in _REFUSED})
@@ -205,7 +210,12 @@ class OffloadOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return bool(getattr(self._original, "_step_supports_amp_scaling", False))
+        """Whether ``step`` takes gradients that are still scaled: a ``GradScaler`` asks just before it calls it."""
+        self._skips.note_question(sys._getframe(1))
+        if getattr(self._original, "_step_supports_amp_scaling", False):
+            return True
+        self._collect_own_policies()
+        return self._arrangement.has_fp16_masters()  # whose gradients unscale_() does not take
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what this object does not have itself.
@@ -269,6 +279,7 @@ class OffloadOptimizer(Optimizer):
                 optimizer that evaluates it in the middle of its update; the capture of a CUDA graph.
             PlacementError: a group's ``"offload"`` key makes no sense.
         """
+        self._skips.note_step()
         self._require_live()
         self._arrangement.check_usable()
         self._arrangement.refuse_capture()
@@ -278,10 +289,18 @@ class OffloadOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_own_policies()
-        self._lend_scale()
+        self._arrangement.plan()
+        found_inf, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
+        handles_scale = self._arrangement.has_masters
+        self._skips.note_found(found_inf)
+        if handles_scale and found_inf is not None and found_inf.item():
+            return loss
+        inverse_scale = scale.double().reciprocal().float() if handles_scale and scale is not None else None
+        if not handles_scale:
+            self._lend_scale()
         try:
             with _outside_inference_mode(), deferred_interrupts():
-                result = self._arrangement.step(None if closure is None else lambda: loss)
+                result = self._arrangement.step(None if closure is None else lambda: loss, inverse_scale)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
         finally:
@@ -314,7 +333,7 @@ class OffloadOptimizer(Optimizer):
 
     def report(self) -> Report:
         """What is held where, what was moved, what was waited for: measured, as a table. Waits for nothing."""
-        return report_of(self._arrangement)
+        return report_of(self._arrangement, self._skips.count())
 
     def restore(self) -> Optimizer:
         """The wrapped optimizer, with all its state back on its device. This object is of no use afterwards.

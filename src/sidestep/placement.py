@@ -92,9 +92,8 @@ def _require_built(placement: Placement) -> Placement:
         value = getattr(placement, field)
         if value not in words:
             raise NotYetError(f'Placement({field}="{value}") is not built yet; {field} can be {_either(words)} today')
-    for field in ("master", "state_dtype"):
-        if getattr(placement, field) is not None:
-            raise NotYetError(f"Placement({field}=...) is not built yet; leave it None")
+    if placement.state_dtype is not None:
+        raise NotYetError("Placement(state_dtype=...) is not built yet; leave it None")
     return placement
 
 

@@ -207,7 +207,16 @@ def _probe_in_all_dtypes(optimizer: torch.optim.Optimizer, kept: list[int], inde
         other = _probe_group(optimizer, kept, index, dtype)
         if other.cut > max(found.cut, Cut.PARAMETER) and other.kinds:
             found = dataclasses.replace(found, cut=other.cut, reason=other.reason)
+        found = dataclasses.replace(
+            found, kinds={n: _in_any(kinds, other.kinds.get(n, ())) for n, kinds in found.kinds.items()}
+        )
     return found
+
+
+def _in_any(kinds: tuple[StateKind, ...], in_short: tuple[StateKind, ...]) -> tuple[StateKind, ...]:
+    """State that is fp32 for fp32 parameters may be so for 16-bit ones too: then it is not in the parameter's dtype."""
+    always = {kind.name: kind.dtype for kind in in_short if kind.dtype is torch.float32}
+    return tuple(dataclasses.replace(k, dtype=always.get(k.name)) if k.dtype is None else k for k in kinds)
 
 
 def short_dtypes(group: Group) -> list[torch.dtype]:

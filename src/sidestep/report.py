@@ -24,6 +24,7 @@ class Report:
 
     Attributes:
         steps: steps made.
+        skipped_steps: steps that a ``GradScaler`` skipped.
         device_bytes: on all devices: ``parameters`` and ``gradients`` of the optimizer's groups, ``state`` that stays
             on the device, ``staging`` (the ring, and state on its way out for the first time), ``other`` (allocated
             there by anybody else: activations, other models, workspaces), ``total``.
@@ -36,6 +37,7 @@ class Report:
     """
 
     steps: int
+    skipped_steps: int
     device_bytes: dict[str, Amount]
     host_bytes: dict[str, Amount]
     moved_bytes: dict[str, int]
@@ -53,8 +55,9 @@ class Report:
         rows += [(place, name, _size(a.now), "" if a.peak is None else _size(a.peak)) for place, name, a in sized]
         moved = [("moved", "bytes")] + [(name.replace("_", " "), _size(n)) for name, n in self.moved_bytes.items()]
         waits = [("wait", "times")] + [(site, f"{count:,}") for site, count in sorted(self.waits.items())]
+        skipped = f" ({self.skipped_steps:,} more skipped by the scaler)" if self.skipped_steps else ""
         head = (
-            f"sidestep: {self.steps:,} steps, {self.chunks:,} chunks of at most {_size(self.chunk_bytes)};"
+            f"sidestep: {self.steps:,} steps{skipped}, {self.chunks:,} chunks of at most {_size(self.chunk_bytes)};"
             f" {self.fetched_chunks:,} fetched, {self.evicted_chunks:,} evicted"
         )
         blocks = [head, _table(rows), _table(moved), _table(waits), "\n".join(self.notes)]
@@ -80,10 +83,11 @@ def _size(byte_count: int) -> str:
     return f"{byte_count:,} B"
 
 
-def report_of(arrangement: Arrangement) -> Report:
+def report_of(arrangement: Arrangement, skipped_steps: int) -> Report:
     """Measures ``arrangement`` now. Changes nothing and waits for nothing."""
     return Report(
         steps=arrangement.steps,
+        skipped_steps=skipped_steps,
         device_bytes=_device_bytes(arrangement),
         host_bytes={
             "pinned": Amount(arrangement.store.pinned_bytes, arrangement.store.peak_pinned_bytes),

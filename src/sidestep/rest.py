@@ -256,8 +256,8 @@ def bring_near(subject: Subject, entries: Entries) -> None:
             put(entries, {key: value.to(subject.address)})
 
 
-def to_device(home: Home, address: torch.device) -> torch.Tensor:
-    """A copy of the tensor at rest, on the device. Blocks."""
+def to_device(home: Home, address: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A copy of the tensor at rest, on the device, in ``dtype``. Blocks."""
     target = torch.empty_strided(home.layout.shape, home.layout.stride, dtype=home.layout.dtype, device=address)
     memory_of(target).copy_(home.bytes())
-    return target
+    return target if dtype is None else target.to(dtype)

@@ -39,8 +39,12 @@ class Step:
         at_rest: StateAtRest,
         *,
         is_counted: bool,
+        inverse_scale: torch.Tensor | None = None,
     ) -> None:
-        """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk."""
+        """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk.
+
+        ``inverse_scale``: what gradients are multiplied with before the optimizer sees them.
+        """
         self._is_counted = is_counted
         self._optimizer = optimizer
         self._whole = whole_of(optimizer)
@@ -50,7 +54,7 @@ class Step:
         self._idle_groups = idle_groups
         self._rings = rings
         self._at_rest = at_rest
-        self._lender = Lender(optimizer.state, at_rest)
+        self._lender = Lender(optimizer.state, at_rest, inverse_scale)
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
         self._results: list[Any] = []
         self.has_changed = False

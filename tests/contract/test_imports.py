@@ -17,12 +17,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the inside out: each layer may import itself and the layers above it in this list.
 LAYERS = [
     {"errors"},
-    {"placement", "leaves", "interrupts"},
+    {"placement", "leaves", "interrupts", "skips"},
     {"wrapped"},
     {"twins"},
     {"probe"},
     {"chunks"},
-    {"engine"},
+    {"engine", "masters"},
     {"rest"},
     {"lending"},
     {"step", "gradients"},

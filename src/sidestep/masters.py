@@ -1,0 +1,123 @@
+"""Masters: the fp32 copies of 16-bit parameters that the update is applied to.
+
+A master is an entry of its parameter's state with a home like any other, but the wrapped optimizer never sees it there:
+it is lent the master in the parameter's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from sidestep.chunks import MASTER, SHORT_DTYPES, Subject
+from sidestep.errors import PlacementError
+from sidestep.leaves import Entries
+
+
+def without_master(entries: dict[Any, Any], subject: Subject) -> dict[Any, Any]:
+    """The entries that the wrapped optimizer sees."""
+    if not subject.has_master or MASTER not in entries:
+        return entries
+    return {name: value for name, value in entries.items() if name != MASTER}
+
+
+def follow(master: torch.Tensor, values: torch.Tensor) -> None:
+    """Let ``master`` take over what somebody has written to its parameter: the elements that it does not round to.
+
+    ``values`` is the parameter, or the same part of it, of the same shape.
+    """
+    bits = torch.int16
+    differs = master.to(values.dtype).view(bits) != values.view(bits)
+    torch.where(differs, values.to(master.dtype), master, out=master)
+
+
+def conform(subject: Subject, entries: Entries) -> None:
+    """Make state true to whether its parameter has a master now: loaded or made under another placement, it may not be.
+
+    The state beside a master is in its dtype. A master that is not wanted goes, and so does the precision it gave.
+    """
+    kinds = subject.cutting.kinds_for(subject.parameter)
+    master = entries.get(MASTER)
+    if not subject.has_master and (master is None or any(kind.name == MASTER for kind in kinds)):
+        return
+    if subject.has_master:
+        if master is not None and not _is_master_of(master, subject.parameter):
+            del entries[MASTER]
+    else:
+        del entries[MASTER]
+    for kind in kinds:
+        value = entries.get(kind.name)
+        if kind.dtype is None and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
+            entries[kind.name] = value.to(subject.stepped_dtype)
+
+
+def without(subject: Subject) -> Subject:
+    """The subject as it is where its parameter has no master."""
+    return dataclasses.replace(subject, placement=dataclasses.replace(subject.placement, master=None))
+
+
+def plain_dtype(subject: Subject, name: Any, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the plain optimizer would have this state tensor, which is of ``dtype`` here."""
+    kinds = {kind.name: kind for kind in subject.cutting.kinds_for(subject.parameter)}
+    follows = subject.has_master and name in kinds and kinds[name].dtype is None
+    return subject.parameter.dtype if follows else dtype
+
+
+def _is_master_of(master: object, parameter: torch.Tensor) -> bool:
+    return (
+        isinstance(master, torch.Tensor)
+        and master.dtype is torch.float32
+        and master.shape == parameter.shape
+        and master.layout is torch.strided
+    )
+
+
+def check(subject: Subject) -> None:
+    """Refuse a master where the optimizer has state of that name itself.
+
+    Raises:
+        PlacementError: it has.
+    """
+    if subject.has_master and any(kind.name == MASTER for kind in subject.cutting.kinds_for(subject.parameter)):
+        raise PlacementError(
+            f'the optimizer has state named "{MASTER}" for {subject.name} itself, so Sidestep cannot keep one beside'
+            " it: leave Placement(master=...) out for this parameter"
+        )
+
+
+def warn_of_rounding(subjects: Iterable[Subject]) -> bool:
+    """Say what it costs to train 16-bit parameters without a master. Returns whether there was reason to."""
+    short = [s for s in subjects if s.offloads and s.parameter.dtype in SHORT_DTYPES and not s.has_master]
+    if not short:
+        return False
+    first = short[0]
+    name, digits = ("bf16", 8) if first.parameter.dtype is torch.bfloat16 else ("fp16", 11)
+    elements = sum(s.parameter.numel() for s in short)
+    warnings.warn(
+        f"{len(short):,} offloaded {name} parameters ({first.name}, …) have no master: an update smaller than about"
+        f" 1/{2**digits} of a value is rounded away, so that training with a small learning rate may stall, as it may"
+        " without Sidestep. sidestep.Placement(master=torch.float32) keeps an fp32 master of each:"
+        f" {4 * elements:,} bytes more at rest, and as many more to move each way in a step",
+        stacklevel=_frames_of_the_library(),
+    )
+    return True
+
+
+def _frames_of_the_library() -> int:
+    """The ``stacklevel`` with which a warning of the caller points at the line of the user's that led here."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name.split(".")[0] in ("sidestep", "torch", "contextlib") and not name.startswith("sidestep.testing")
