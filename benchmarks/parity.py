@@ -121,6 +121,10 @@ PRODUCERS = {
     sites.UPDATE_WAITS_IRREGULAR_DRAINED: "evict",
     sites.EVICT_WAITS_UPDATE: "current",
     sites.SCATTER_WAITS_EVICTION: "evict",
+    sites.OUTBOUND_WAITS_BACKWARD: "current",
+    sites.OUTBOUND_WAITS_RETURNED: "fetch",
+    sites.FORWARD_WAITS_RETURNED: "fetch",
+    sites.HOST_READS_OUTBOUND: "evict",
     sites.HOST_READS_EVICTED: "evict",
     sites.HOST_READS_SCATTERED: "worker",
 }

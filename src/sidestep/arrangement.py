@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from sidestep import masters, probe
-from sidestep.chunks import MASTER, Chunk, Subject, default_chunk_bytes, plan_chunks, whole_of_all
+from sidestep.chunks import MASTER, Chunk, Subject, default_chunk_bytes, on_device, plan_chunks, whole_of_all
 from sidestep.engine.device import Device, device_at
+from sidestep.engine.host_slots import HostRing
 from sidestep.engine.limits import available_host_bytes
 from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
@@ -48,6 +49,7 @@ class Arrangement:
         self.store = HostStore(available_host_bytes() // 2 if limit is None else limit)
         self.traffic = Traffic()
         self.rings: dict[torch.device, Ring] = {}
+        self.host_rings: dict[torch.device, HostRing] = {}
         self.at_rest = StateAtRest(self.store)
         self.subjects: list[Subject] = []
         self.chunks: list[Chunk] = []
@@ -144,6 +146,7 @@ class Arrangement:
             chunks,
             idle_groups,
             self.rings,
+            self.host_rings,
             self.at_rest,
             is_counted=counted,
             inverse_scale=inverse_scale,
@@ -173,6 +176,8 @@ class Arrangement:
         if step is None:
             return
         step.put_back()
+        for ring in self.host_rings.values():
+            ring.finish()
         if step.has_changed and not step.is_complete and self.broken_by is None:
             self.broken_by = error or RuntimeError("it was interrupted")
         self.at_rest.forget_unfinished()
@@ -223,7 +228,7 @@ class Arrangement:
 
     def _is_overfull(self, chunk: Chunk) -> bool:
         """Whether the state turned out larger than predicted, so that the chunk should have fewer pieces."""
-        if chunk.is_coupled or len(chunk.pieces) == 1:
+        if chunk.is_coupled or chunk.is_host_stepped or len(chunk.pieces) == 1:
             return False
         return self.at_rest.layout(chunk).byte_count > self.chunk_bytes
 
@@ -247,7 +252,7 @@ class Arrangement:
             subjects = [piece.subject for piece in chunk.pieces if piece.start == 0]
             stateless = [subject for subject in subjects if self._is_stateless(subject)]
             new = [subject for subject in stateless if subject.parameter.grad is not None]
-            self.at_rest.make_early(self._device(chunk.address), new)
+            self.at_rest.make_early(self._device_of_homes(chunk), new)
             if not stateless:  # until then, look again: one may get its first gradient later, or a step may fail
                 self._is_housed.add(chunk)
 
@@ -261,6 +266,11 @@ class Arrangement:
     def has_masters(self) -> bool:
         """Whether, as planned, any parameter has a master."""
         return any(subject.has_master for subject in self.subjects)
+
+    @property
+    def handles_scale(self) -> bool:
+        """Whether gradients must be unscaled before the wrapped optimizer sees them: it sees others than the user's."""
+        return any(subject.has_master or subject.is_host_stepped for subject in self.subjects)
 
     def has_fp16_masters(self) -> bool:
         """Whether any fp16 parameter will have a master, planned or not."""
@@ -353,10 +363,10 @@ class Arrangement:
         if self._planned is None:
             self._near_at.clear()
         for subject in self.subjects:
-            if self._near_at.get(subject.parameter) != subject.address:
+            if self._near_at.get(subject.parameter) != subject.steps_at:
                 bring_near(subject, self.optimizer.state.get(subject.parameter, {}))
-                self._near_at[subject.parameter] = subject.address
-        self._near_at = {subject.parameter: subject.address for subject in self.subjects}
+                self._near_at[subject.parameter] = subject.steps_at
+        self._near_at = {subject.parameter: subject.steps_at for subject in self.subjects}
 
     def placements(self) -> Iterable[tuple[torch.nn.Parameter, str, int, Placement]]:
         """Each parameter of the groups with its name, its group and its placement.
@@ -410,7 +420,9 @@ class Arrangement:
                 )
 
     def _make_rings(self) -> None:
-        addresses = {chunk.address for chunk in self.chunks if chunk.address is not None}
+        self._make_host_rings()
+        on_device = [chunk for chunk in self.chunks if chunk.address is not None and not chunk.is_host_stepped]
+        addresses = {chunk.address for chunk in on_device if chunk.address is not None}
         for address in [address for address in self.rings if address not in addresses]:
             self._close_ring(address)
         for address in addresses:
@@ -418,17 +430,32 @@ class Arrangement:
             if address in self.rings and self.rings[address].chunk_bytes != self.chunk_bytes:
                 self._close_ring(address)
             if address not in self.rings:
-                slots = min(self.settings.slots, sum(chunk.address == address for chunk in self.chunks))
+                slots = min(self.settings.slots, sum(chunk.address == address for chunk in on_device))
                 self.rings[address] = Ring(device, self.store, self.traffic, slots, self.chunk_bytes)
-        total_bytes = sum(subject.state_bytes for subject in self.subjects)
+        total_bytes = sum(subject.state_bytes for subject in self.subjects if not subject.is_host_stepped)
         staging_bytes = self.settings.slots * self.chunk_bytes
         self.store.staging_reserve_bytes = staging_bytes if total_bytes > self.store.pinned_limit_bytes else 0
+
+    def _make_host_rings(self) -> None:
+        on_host = [chunk for chunk in self.chunks if chunk.is_host_stepped]
+        counts = Counter(chunk.address for chunk in on_host if chunk.address is not None)
+        for address in [address for address in self.host_rings if address not in counts]:
+            self.host_rings.pop(address).close()
+        for address, count in counts.items():
+            if address not in self.host_rings:
+                slots = min(self.settings.slots, count)
+                self.host_rings[address] = HostRing(self._device(address), self.store, self.traffic, slots)
 
     @staticmethod
     def _device(address: torch.device) -> Device:
         device = device_at(address)
         assert device is not None, "an address is planned only where there is a device"
         return device
+
+    def _device_of_homes(self, chunk: Chunk) -> Device | None:
+        """What fetches the chunk's state; ``None`` where it is updated on the host."""
+        assert chunk.address is not None
+        return None if chunk.is_host_stepped else self._device(chunk.address)
 
     def _settle_homes(self) -> None:
         """Drop the homes of parameters that have left, and bring back state that is not offloaded any more."""
@@ -439,7 +466,7 @@ class Arrangement:
                 current = tensor_at(self.optimizer.state.get(parameter), key)
                 if subject is not None and current is not None and not may_rest(current, subject):
                     is_at_home = current is home.tensor
-                    near = to_device(home, subject.address) if is_at_home else current.to(subject.address)
+                    near = to_device(home, subject.steps_at) if is_at_home else current.to(subject.steps_at)
                     put(self.optimizer.state[parameter], {key: near})
                     self.at_rest.drop(parameter, key)
                 elif subject is None or current is None:
@@ -467,7 +494,7 @@ class Arrangement:
         for chunk in self.chunks:
             if chunk.address is not None:
                 subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)
-                self.at_rest.adopt(self._device(chunk.address), subjects, state)
+                self.at_rest.adopt(self._device_of_homes(chunk), subjects, state)
         self.at_rest.evict_strangers(state)
 
     def land(self) -> None:
@@ -530,6 +557,7 @@ class Arrangement:
             if subject.parameter in state:
                 put(state[subject.parameter], near[subject.parameter])
                 self.at_rest.drop_all(subject.parameter)
+                bring_near(on_device(subject), state[subject.parameter])
                 if for_good:
                     masters.conform(masters.without(subject), state[subject.parameter])
 
@@ -548,6 +576,8 @@ class Arrangement:
         """Give back the rings' memory."""
         for address in list(self.rings):
             self._close_ring(address)
+        while self.host_rings:
+            self.host_rings.popitem()[1].close()
 
     def _close_ring(self, address: torch.device) -> None:
         self.rings[address].close()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from sidestep.errors import CapacityError
-from sidestep.placement import RESIDENT, Placement
+from sidestep.leaves import PLAIN_TENSORS, is_dense
+from sidestep.placement import Placement
 from sidestep.probe import Cutting
 from sidestep.twins import CUT_ELEMENTS, Cut
 
+_HOST = torch.device("cpu")
 MAX_CHUNK_BYTES = 64 * 2**20
 _CHUNKS_WANTED = 16
 MASTER = "master"
@@ -60,6 +63,22 @@ class Subject:
         return torch.float32 if self.has_master else self.parameter.dtype
 
     @functools.cached_property
+    def is_host_stepped(self) -> bool:
+        """Whether its update runs on the host, and its state is at home there. A small parameter is not worth the trip.
+
+        Unless it is updated together with others: where one of them must stay, all are planned anew to stay.
+        """
+        if not (self.is_on_device and self.placement.step == "host" and self.placement.offloads):
+            return False
+        is_plain = type(self.parameter) in PLAIN_TENSORS and is_dense(self.parameter)
+        return is_plain and (self.parameter.numel() >= self.placement.min_elements or self.cutting.cut >= Cut.GROUP)
+
+    @property
+    def steps_at(self) -> torch.device:
+        """Where the update runs, and where state is that is too small to have a home."""
+        return _HOST if self.is_host_stepped else self.address
+
+    @functools.cached_property
     def predicted(self) -> list[tuple[str, torch.dtype]]:
         """The state tensors of the parameter's shape that will leave the device, as the probe predicts them."""
         if not self.offloads or self.parameter.numel() < self.placement.min_elements:
@@ -70,29 +89,32 @@ class Subject:
 
     @functools.cached_property
     def itemsizes(self) -> list[int]:
-        """Bytes of an element of each of them."""
+        """Bytes of an element of each tensor in a slot: of its state, or, on the host, of its values and gradient."""
+        if self.is_host_stepped:
+            return [self.parameter.dtype.itemsize, self.parameter.dtype.itemsize]
         return [dtype.itemsize for _, dtype in self.predicted]
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of state for each element of the parameter, as predicted."""
+        """Bytes in a slot for each element of the parameter, as predicted."""
         return sum(self.itemsizes)
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes that the state will take in a slot: as predicted, or more if more of it is there.
+        """Bytes that it will take in a slot: as predicted, or more if more state is there.
 
         Of a parameter that may be cut, only what is shaped as it is leaves the device, and that is predicted.
         """
         predicted = sum(aligned(self.parameter.numel() * itemsize) for itemsize in self.itemsizes)
-        return max(predicted, self.bytes_at_rest) if self.offloads and not self.is_sliceable else predicted
+        has_more = self.offloads and not self.is_sliceable and not self.is_host_stepped
+        return max(predicted, self.bytes_at_rest) if has_more else predicted
 
     @functools.cached_property
     def is_sliceable(self) -> bool:
         """Whether it may be cut inside: bit-equal in any dtype on a device, in fp32 and fp64 on CPU kernels."""
         parameter = self.parameter
-        exact = self.address.type != "cpu" or self.stepped_dtype in (torch.float32, torch.float64)
-        is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.is_contiguous()
+        exact = self.steps_at.type != "cpu" or self.stepped_dtype in (torch.float32, torch.float64)
+        is_plain = type(parameter) in PLAIN_TENSORS and parameter.is_contiguous()
         return self.cutting.cut is Cut.ELEMENT and exact and is_plain and not self.is_whole
 
 
@@ -119,6 +141,10 @@ class Piece:
         """How many elements it has."""
         return self.stop - self.start
 
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What belongs to this piece of a tensor shaped as the parameter: all of it, or elements in one dimension."""
+        return tensor.reshape(-1)[self.start : self.stop] if self.is_slice else tensor
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
@@ -143,8 +169,18 @@ class Chunk:
         return self.is_coupled or any(piece.subject.cutting.needs_no_gradient for piece in self.pieces)
 
     @functools.cached_property
+    def is_host_stepped(self) -> bool:
+        """Whether its update runs on the host. A chunk's pieces are alike in that."""
+        return bool(self.pieces) and self.pieces[0].subject.is_host_stepped
+
+    @property
+    def pieces_due(self) -> list[Piece]:
+        """The pieces that the update may change: those that have a gradient now, or all."""
+        return [piece for piece in self.pieces if self.is_always_due or piece.parameter.grad is not None]
+
+    @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes that its state will take in a slot, as predicted."""
+        """Bytes that it will take in a slot, as predicted."""
         return sum(aligned(p.elements * itemsize) for p in self.pieces for itemsize in p.subject.itemsizes)
 
 
@@ -175,25 +211,41 @@ def plan_chunks(subjects: Sequence[Subject], chunk_bytes: int) -> list[Chunk]:
             continue
         moving = [subject for subject in members if subject.state_bytes]
         staying = [_whole(subject) for subject in members if not subject.state_bytes]
-        for address in dict.fromkeys(subject.address for subject in moving):
-            chunks.extend(_pack([s for s in moving if s.address == address], chunk_bytes, address))
+        for place in dict.fromkeys((subject.address, subject.is_host_stepped) for subject in moving):
+            together = [s for s in moving if (s.address, s.is_host_stepped) == place]
+            chunks.extend(_pack(together, chunk_bytes, place[0]))
         if staying:
             chunks.append(Chunk(tuple(staying), _only_address([piece.subject for piece in staying])))
     return chunks
 
 
+def on_device(subject: Subject) -> Subject:
+    """The subject as it is with its state, and its update, where the parameter is."""
+    return _with_placement(subject, state="device", step="device")
+
+
 def whole_of_all(subjects: Sequence[Subject]) -> Chunk:
     """Everything in one chunk, with its state where the parameters are."""
-    at_once = [dataclasses.replace(s, cutting=dataclasses.replace(s.cutting, cut=Cut.OPTIMIZER)) for s in subjects]
+    near = map(on_device, subjects)
+    at_once = [dataclasses.replace(s, cutting=dataclasses.replace(s.cutting, cut=Cut.OPTIMIZER)) for s in near]
     return Chunk(tuple(_whole(subject) for subject in at_once), None)
 
 
 def _one_piece(subjects: Sequence[Subject]) -> Chunk:
-    """All of it in one chunk. State on several devices cannot share a slot, so there it stays resident."""
+    """All of it in one chunk. State on several devices cannot share a slot, so there it stays resident.
+
+    The update runs on the host only if it may for all.
+    """
     address = _only_address(subjects)
     if address is None:
-        subjects = [dataclasses.replace(subject, placement=RESIDENT) for subject in subjects]
+        subjects = [on_device(subject) for subject in subjects]
+    elif not all(subject.is_host_stepped for subject in subjects):
+        subjects = [_with_placement(s, step="device") for s in subjects]
     return Chunk(tuple(_whole(subject) for subject in subjects), address)
+
+
+def _with_placement(subject: Subject, **changes: Any) -> Subject:
+    return dataclasses.replace(subject, placement=dataclasses.replace(subject.placement, **changes))
 
 
 def _only_address(subjects: Sequence[Subject]) -> torch.device | None:

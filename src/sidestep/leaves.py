@@ -90,6 +90,20 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills one run of memory without holes or overlaps, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     """The storage of a strided tensor, and the bytes [start, stop) of it between which the tensor lies.
 

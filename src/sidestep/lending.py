@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from sidestep.chunks import ALIGNMENT_BYTES, MASTER, Chunk, Piece, aligned
+from sidestep.engine.device import Device
+from sidestep.engine.host_slots import HostRing, HostSlot
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
 from sidestep.leaves import (
@@ -18,6 +20,7 @@ from sidestep.leaves import (
     is_compound,
     is_strided,
     parts_within,
+    put,
     span_of,
     storage_of,
     tensors_of,
@@ -28,17 +31,21 @@ from sidestep.masters import follow, without_master
 from sidestep.rest import StateAtRest, Wanted, may_rest
 from sidestep.wrapped import State
 
+AnySlot: TypeAlias = Slot | HostSlot
+AnyRing: TypeAlias = Ring | HostRing
+
 
 class Lent(NamedTuple):
     """One piece on loan.
 
-    ``stand_in``: what the optimizer takes for the parameter; ``values``: what is lent as its values, the piece itself
-    or its master; ``own``: the parameter's state in the optimizer, if it has any; ``in_slot``: this piece's part of it
-    in the slot.
+    ``stand_in``: what the optimizer takes for the parameter; ``near``: the piece's elements where the update runs;
+    ``values``: what is lent as its values, these elements or their master; ``own``: the parameter's state in the
+    optimizer, if it has any; ``in_slot``: this piece's part of it in the slot.
     """
 
     piece: Piece
     stand_in: torch.nn.Parameter
+    near: torch.Tensor
     values: torch.Tensor
     own: Entries | None
     in_slot: dict[Key, torch.Tensor]
@@ -51,7 +58,7 @@ class Lent(NamedTuple):
     @property
     def is_master(self) -> bool:
         """Whether the optimizer has the master in the parameter's place."""
-        return self.piece.subject.has_master and self.values.dtype != self.piece.parameter.dtype
+        return self.values is not self.near
 
 
 class Moved(NamedTuple):
@@ -104,13 +111,14 @@ class Lender:
         self._inverse_scale = inverse_scale
         self._before: dict[torch.nn.Parameter, Entries] = {}
 
-    def lend(self, chunk: Chunk, slot: Slot) -> Loan:
-        """The chunk as the optimizer's only parameters. State tensors are views of the slot."""
+    def lend(self, chunk: Chunk, slot: AnySlot) -> Loan:
+        """The chunk as the optimizer's only parameters. State tensors are those of the slot."""
         loan = Loan(chunk)
         views = slot.views()
         is_simple = slot.layout is None or not slot.layout.has_compound
         for piece in chunk.pieces:
-            lent = self._lend_piece(piece, views.get(piece, _NOTHING), is_due=chunk.is_always_due)
+            is_due = chunk.is_always_due or piece.parameter.grad is not None
+            lent = self._lend_piece(piece, slot, views.get(piece, _NOTHING), is_due=is_due)
             loan.pieces.append(lent)
             entries = self._entries_of(lent, is_simple=is_simple)
             if entries is not None:
@@ -119,21 +127,25 @@ class Lender:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
         return loan
 
-    def _lend_piece(self, piece: Piece, in_slot: dict[Key, torch.Tensor], *, is_due: bool) -> Lent:
-        parameter = piece.parameter
+    def _lend_piece(self, piece: Piece, slot: AnySlot, in_slot: dict[Key, torch.Tensor], *, is_due: bool) -> Lent:
+        """``is_due``: whether the update may change it; the optimizer passes by what has no gradient."""
+        parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
-        with_master = piece.subject.has_master and (is_due or parameter.grad is not None)
-        is_scaled = self._inverse_scale is not None and parameter.grad is not None
-        if not (piece.is_slice or with_master or is_scaled):
-            return Lent(piece, parameter, parameter, own, in_slot)
-        values = parameter.detach().view(-1)[piece.start : piece.stop] if piece.is_slice else parameter.detach()
-        if with_master:
-            values = self._master_of(piece, values, in_slot)
+        is_changed = subject.has_master or subject.is_host_stepped or self._inverse_scale is not None
+        if not (piece.is_slice or (is_due and is_changed)):
+            return Lent(piece, parameter, parameter, parameter, own, in_slot)
+        near = values = slot.values_of(piece)
+        if subject.has_master and is_due:
+            values = self._master_of(piece, near, in_slot)
         stand_in = torch.nn.Parameter(values, parameter.requires_grad)
         vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
-        if parameter.grad is not None:
-            stand_in.grad = self._gradient_of(piece, values.dtype if with_master else parameter.grad.dtype)
-        return Lent(piece, stand_in, values, own, in_slot)
+        gradient = slot.gradient_of(piece)
+        if gradient is not None:
+            gradient = self._scaled(gradient.to(values.dtype) if values is not near else gradient)
+            if gradient.dtype != values.dtype:
+                stand_in.grad_dtype = gradient.dtype
+            stand_in.grad = gradient
+        return Lent(piece, stand_in, near, values, own, in_slot)
 
     def _master_of(self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor]) -> torch.Tensor:
         """The master of a parameter with these values: the one it has, with what was written to it since; or a new one.
@@ -148,16 +160,13 @@ class Lender:
         follow(master, values)
         return master
 
-    def _gradient_of(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-        gradient = piece.parameter.grad
-        assert gradient is not None
-        gradient = gradient.detach()
-        if piece.is_slice:
-            gradient = gradient.reshape(-1)[piece.start : piece.stop]
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._inverse_scale is None:
-            return gradient.to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        return (gradient.to(wide) * self._inverse_scale.to(gradient.device, wide)).to(dtype)
+            return gradient
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        if self._inverse_scale.device != gradient.device:
+            self._inverse_scale = self._inverse_scale.to(gradient.device)
+        return (gradient.to(wide) * self._inverse_scale.to(wide)).to(gradient.dtype)
 
     def _entries_of(self, lent: Lent, *, is_simple: bool) -> Entries | None:
         """The piece's state as the optimizer sees it; ``None`` where it has none."""
@@ -177,19 +186,20 @@ class Lender:
             self._before[piece.parameter] = dict(own)
         return self._before[piece.parameter]
 
-    def take_back(self, loan: Loan, slot: Slot, ring: Ring | None) -> tuple[list[Loose], bool]:
+    def take_back(self, loan: Loan, slot: AnySlot, ring: AnyRing | None) -> tuple[list[Loose], bool]:
         """Settle what the step left: scalars in the optimizer's state, tensors in the slot or on their way out.
 
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.
         """
         moved: list[Moved] = []
-        in_slot = None if slot.buffer is None else storage_of(slot.buffer)
+        buffer = slot.buffer if isinstance(slot, Slot) else None
+        in_slot = None if buffer is None else storage_of(buffer)
         for lent in loan.pieces:
-            if in_slot is not None and not lent.is_master and storage_of(lent.stand_in) == in_slot:
+            after = loan.state.get(lent.stand_in)
+            if lent.is_itself and in_slot is not None and storage_of(lent.stand_in) == in_slot:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             if not lent.is_itself:
-                moved += self._take_back_values(lent, slot, ring)
-            after = loan.state.get(lent.stand_in)
+                moved += self._take_back_values(lent, after, slot, ring)
             if after is None and lent.own is not None and lent.piece.start == 0:
                 self._drop_state(lent)
             if after is None or (lent.piece.is_slice and not after):
@@ -207,20 +217,26 @@ class Lender:
             self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
         return settled
 
-    def _take_back_values(self, lent: Lent, slot: Slot, ring: Ring | None) -> list[Moved]:
-        """The parameter gets the values that the optimizer gave its stand-in. Returns the master if it has moved."""
+    def _take_back_values(
+        self, lent: Lent, entries: Entries | None, slot: AnySlot, ring: AnyRing | None
+    ) -> list[Moved]:
+        """The parameter gets the values that the optimizer gave its stand-in. Returns the master if it has moved.
+
+        ``entries``: the state that it left.
+        """
         piece = lent.piece
         _take_back_gradient(lent)
         after = lent.stand_in.detach()
         is_in_place = _is_same_memory(after, lent.values)
+        if not is_in_place and entries is not None:
+            _part(entries, lent.near)
         if lent.is_master or not is_in_place:
-            target = piece.parameter.detach()
-            (target.view(-1)[piece.start : piece.stop] if piece.is_slice else target).copy_(after)
+            lent.near.copy_(after)
         is_at_home = MASTER in lent.in_slot or (lent.own or _NOTHING).get(MASTER) is lent.values
         if not lent.is_master or (is_in_place and is_at_home):
             return []
         master = _apart_from(slot, after)
-        if ring is not None and _may_leave(master, piece, ring):
+        if ring is not None and _may_leave(master, piece):
             return [Moved(lent, MASTER, master)]
         self._state[piece.parameter][MASTER] = master
         self._at_rest.drop_entry(piece.parameter, MASTER)
@@ -235,7 +251,9 @@ class Lender:
             self._state.pop(parameter, None)
             self._at_rest.drop_all(parameter)
 
-    def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, slot: Slot, ring: Ring | None) -> list[Moved]:
+    def _take_back_entries(
+        self, loan: Loan, lent: Lent, after: Entries, slot: AnySlot, ring: AnyRing | None
+    ) -> list[Moved]:
         """Returns the tensors that are not where they belong."""
         piece, own, in_slot = lent.piece, lent.own, lent.in_slot
         if own is None:
@@ -250,7 +268,7 @@ class Lender:
                 own[name] = value
                 loan.compound.append((lent, name))
                 moved += self._take_back_compound(loan, lent, name, slot, ring)
-            elif ring is not None and _may_leave(value, piece, ring):
+            elif ring is not None and _may_leave(value, piece):
                 moved.append(Moved(lent, name, value))
             elif piece.start == 0:
                 own[name] = _apart_from(slot, value)
@@ -264,7 +282,7 @@ class Lender:
             del own[name]
             self._at_rest.drop_entry(lent.piece.parameter, name)
 
-    def _take_back_compound(self, loan: Loan, lent: Lent, name: str, slot: Slot, ring: Ring) -> list[Moved]:
+    def _take_back_compound(self, loan: Loan, lent: Lent, name: str, slot: AnySlot, ring: AnyRing) -> list[Moved]:
         """Returns the tensors inside that are not where they belong."""
         value = loan.state[lent.stand_in][name]
         inside = dict(tensors_within(name, value))
@@ -272,17 +290,17 @@ class Lender:
         leaving = [
             Moved(lent, key, tensor)
             for key, tensor in inside.items()
-            if key not in in_place and _may_leave(tensor, lent.piece, ring)
+            if key not in in_place and _may_leave(tensor, lent.piece)
         ]
         with_homes = {*in_place, *(moved.key for moved in leaving)}
         self._at_rest.drop_entry(lent.piece.parameter, name, but=with_homes)
         loan.state[lent.stand_in][name] = _all_apart_from(slot, name, value, but=with_homes)
         return leaving
 
-    def _settle(self, moved: list[Moved], loan: Loan, slot: Slot, ring: Ring) -> tuple[list[Loose], bool]:
+    def _settle(self, moved: list[Moved], loan: Loan, slot: AnySlot, ring: AnyRing) -> tuple[list[Loose], bool]:
         """Find homes for the tensors that the step made or replaced, and choose how the chunk's state goes there."""
         moved = [Moved(lent, key, _apart_from(slot, value)) for lent, key, value in moved]
-        self._make_homes(moved, ring)
+        self._make_homes(moved, None if loan.chunk.is_host_stepped else ring.device)
         for lent, key, _ in moved:
             home = self._at_rest.homes[lent.piece.parameter][key]
             if not isinstance(key, tuple):
@@ -320,7 +338,7 @@ class Lender:
             return Loose(value, home.bytes(piece.start * itemsize, piece.stop * itemsize))
         return Loose(value, home.bytes())
 
-    def _make_homes(self, moved: list[Moved], ring: Ring) -> None:
+    def _make_homes(self, moved: list[Moved], device: Device | None) -> None:
         wanted = []
         for lent, key, value in moved:
             parameter = lent.piece.parameter
@@ -331,7 +349,7 @@ class Lender:
             if home is None or home.layout != layout:
                 wanted.append(Wanted(parameter, key, layout))
         if wanted:
-            self._at_rest.make(ring.device, wanted)
+            self._at_rest.make(device, wanted)
 
 
 _NOTHING: dict[Any, torch.Tensor] = {}
@@ -368,6 +386,13 @@ def _take_back_gradient(lent: Lent) -> None:
     lent.stand_in.grad = None
 
 
+def _part(entries: Entries, memory: torch.Tensor) -> None:
+    """Copy the state that lies in ``memory`` now, which is about to be overwritten."""
+    for key, value in list(tensors_of(entries)):
+        if is_strided(value) and storage_of(value) == storage_of(memory):
+            put(entries, {key: value.clone()})
+
+
 def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         storage_of(tensor) == storage_of(other)
@@ -376,22 +401,25 @@ def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _may_leave(value: Any, piece: Piece, ring: Ring) -> bool:
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.device != ring.device.address:
+def _may_leave(value: Any, piece: Piece) -> bool:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.device != piece.subject.steps_at:
         return False
     return value.shape == (piece.elements,) if piece.is_slice else may_rest(value, piece.subject)
 
 
-def _apart_from(slot: Slot, value: Any) -> Any:
+def _apart_from(slot: AnySlot, value: Any) -> Any:
     """``value``, or a copy of it if it is a tensor in the slot, whose content is about to be rearranged."""
     return value.clone() if _is_within(slot, value) else value
 
 
-def _all_apart_from(slot: Slot, name: str, value: Any, but: Collection[Key]) -> Any:
+def _all_apart_from(slot: AnySlot, name: str, value: Any, but: Collection[Key]) -> Any:
     """A compound entry without tensors in the slot, ``but`` those under these keys; copies share memory as they did."""
     inside = {key: t for key, t in parts_within(name, value) if key not in but and _is_within(slot, t)}
     if not inside:
         return value
+    if isinstance(slot, HostSlot):
+        copied_whole = copy.deepcopy(value)
+        return with_tensors(name, copied_whole, {key: t for key, t in parts_within(name, value) if key not in inside})
     assert slot.buffer is not None
     spans = [span_of(tensor) for tensor in inside.values()]
     start = min(start for _, start, _ in spans) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -405,8 +433,6 @@ def _all_apart_from(slot: Slot, name: str, value: Any, but: Collection[Key]) -> 
     return with_tensors(name, value, views)
 
 
-def _is_within(slot: Slot, value: Any) -> bool:
+def _is_within(slot: AnySlot, value: Any) -> bool:
     """Whether it is a tensor in the slot's memory."""
-    if slot.buffer is None or not isinstance(value, torch.Tensor) or not is_strided(value):
-        return False
-    return storage_of(value) == storage_of(slot.buffer)
+    return isinstance(value, torch.Tensor) and is_strided(value) and storage_of(value) in slot.storages()

@@ -147,12 +147,15 @@ def _merge(loaded: list[tuple[torch.nn.Parameter, Entries, Cutting]], arrangemen
     subjects = {subject.parameter: subject for subject in arrangement.subjects}
     merged: State = {}
     for parameter, entries, _ in loaded:
-        host_scalars = subjects[parameter].cutting.host_scalars  # with the settings that were loaded
+        subject = subjects[parameter]
+        host_scalars = subject.cutting.host_scalars  # with the settings that were loaded
         own = {
-            key: value.cpu() if key in host_scalars and isinstance(value, torch.Tensor) else value
+            key: value.cpu()
+            if isinstance(value, torch.Tensor) and (key in host_scalars or subject.is_host_stepped)
+            else value
             for key, value in optimizer.state[parameter].items()
         }
-        arrays = {key: _near(key, value, subjects[parameter]) for key, value in entries.items() if _is_array(value)}
+        arrays = {key: _near(key, value, subject) for key, value in entries.items() if _is_array(value)}
         merged[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
     optimizer.state.update(merged)
 
@@ -175,8 +178,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _near(name: str, value: Any, subject: Subject) -> Any:
-    """State that is not offloaded goes to its parameter's device; other state is on its way to its home."""
+    """State that has no home goes to where the update runs; other state is on its way to its home."""
     if is_compound(value):
         near = {key: _near(name, tensor, subject) for key, tensor in tensors_within(name, value)}
         return with_tensors(name, value, near)
-    return value if may_rest(value, subject) else value.to(subject.address)
+    return value if may_rest(value, subject) else value.to(subject.steps_at)

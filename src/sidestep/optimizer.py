@@ -291,7 +291,7 @@ class OffloadOptimizer(Optimizer):
         self._collect_own_policies()
         self._arrangement.plan()
         found_inf, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
-        handles_scale = self._arrangement.has_masters
+        handles_scale = self._arrangement.handles_scale
         self._skips.note_found(found_inf)
         if handles_scale and found_inf is not None and found_inf.item():
             return loss

@@ -42,6 +42,8 @@ class Placement:
         _check_word("state", self.state, get_args(Rest))
         _check_word("step", self.step, get_args(Runs))
         _check_word("gradients", self.gradients, get_args(Runs))
+        if self.state == "device" and self.step == "host":
+            raise PlacementError('step="host" needs its state on the host: leave state="device" out, or step="host"')
         if self.master not in (None, torch.float32):
             raise PlacementError(f"master={self.master!r}: a master is torch.float32, or None for no master")
         if self.state_dtype is not None and not (
@@ -87,7 +89,7 @@ def resolve(policy: Policy, own: Any, name: str, parameter: torch.nn.Parameter, 
 
 
 def _require_built(placement: Placement) -> Placement:
-    built = {"state": ("host", "device"), "step": ("device",), "gradients": ("device",)}
+    built = {"state": ("host", "device"), "step": ("device", "host"), "gradients": ("device",)}
     for field, words in built.items():
         value = getattr(placement, field)
         if value not in words:

@@ -138,5 +138,5 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             yield f"{kind}, group {listed}: {how}: {arrangement.cuttings[groups[0]].reason}."
     if arrangement.subjects and not any(subject.is_on_device for subject in arrangement.subjects):
         yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
-    if arrangement.store.pageable_bytes:
+    if arrangement.at_rest.has_detours:
         yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."

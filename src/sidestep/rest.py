@@ -11,8 +11,8 @@ import torch
 from sidestep.chunks import Chunk, Piece, Subject, aligned
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
-from sidestep.engine.stores import HostStore, TensorLayout, is_dense, memory_of
-from sidestep.leaves import Entries, Key, is_strided, put, storage_of, tensor_at, tensors_of
+from sidestep.engine.stores import HostStore, TensorLayout, memory_of
+from sidestep.leaves import Entries, Key, is_dense, is_strided, put, storage_of, tensor_at, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,11 @@ class StateAtRest:
         """Homes or chunks have changed."""
         self._layouts.clear()
 
-    def make(self, device: Device, wanted: Sequence[Wanted]) -> None:
-        """Give these state tensors homes, side by side in one new slab. They count as filled after ``finish``."""
+    def make(self, device: Device | None, wanted: Sequence[Wanted]) -> None:
+        """Give these state tensors homes, side by side in one new slab. They count as filled after ``finish``.
+
+        ``device`` is the one that fetches them; ``None`` where the update runs on the host.
+        """
         offsets, end = [], 0
         for item in wanted:
             offsets.append(aligned(end))
@@ -57,7 +60,7 @@ class StateAtRest:
             home = Home(slab, offset, item.layout, slab.tensor(offset, item.layout))
             self.homes.setdefault(item.parameter, {})[item.key] = home
 
-    def make_early(self, device: Device, subjects: Sequence[Subject]) -> None:
+    def make_early(self, device: Device | None, subjects: Sequence[Subject]) -> None:
         """Give homes to the state that these parameters will have after their first step, as predicted.
 
         Raises:
@@ -72,6 +75,12 @@ class StateAtRest:
         if wanted:
             self.make(device, wanted)
             self._early += wanted
+
+    @property
+    def has_detours(self) -> bool:
+        """Whether any state is in memory from which a device cannot fetch it directly."""
+        slabs = {home.slab for homes in self.homes.values() for home in homes.values()}
+        return any(not (slab.is_pinned or slab.is_for_host) for slab in slabs)
 
     def get(self, parameter: torch.nn.Parameter, key: Key) -> Home | None:
         """The home of this state tensor, if it has one."""
@@ -126,7 +135,7 @@ class StateAtRest:
         """Bytes that the parameter's state at rest takes in a slot."""
         return sum(aligned(home.layout.byte_count) for home in self.homes.get(parameter, {}).values())
 
-    def adopt(self, device: Device, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
+    def adopt(self, device: Device | None, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
         """Move state that somebody has loaded, made or put there, and that may rest, into homes. Blocks."""
         strangers = [
             (subject, key, value)
@@ -153,7 +162,7 @@ class StateAtRest:
     def untangle(self, subjects: Iterable[Subject], state: dict[torch.Tensor, Entries]) -> None:
         """Take apart what somebody has moved between parameters, before ``adopt`` overwrites its old home.
 
-        It is copied; to the device, if it cannot rest where it has come to.
+        It is copied; to where the update runs, if it cannot rest where it has come to.
         """
         occupied = {storage_of(h.tensor) for homes in self.homes.values() for h in homes.values()}
         for subject in subjects:
@@ -161,13 +170,17 @@ class StateAtRest:
                 home = self.get(subject.parameter, key)
                 is_at_home = home is not None and home.tensor is value
                 if not is_at_home and is_strided(value) and storage_of(value) in occupied:
-                    copied = value.clone() if may_rest(value, subject) else value.to(subject.address, copy=True)
+                    copied = value.clone() if may_rest(value, subject) else value.to(subject.steps_at, copy=True)
                     put(state[subject.parameter], {key: copied})
 
     def evacuate(self, subject: Subject, state: Entries) -> None:
-        """Give up homes in which the parameter could not be cut as it may be now; ``adopt`` finds new ones."""
+        """Give up homes in which the parameter could not be cut as it may be now, or not for where it is updated now.
+
+        ``adopt`` finds new ones.
+        """
         for key, home in list(self.homes.get(subject.parameter, {}).items()):
-            if home.layout != home_layout(home.tensor, subject):
+            is_apt = home.layout == home_layout(home.tensor, subject)
+            if not is_apt or home.slab.is_for_host != subject.is_host_stepped:
                 put(state, {key: home.tensor.clone()})
                 self.drop(subject.parameter, key)
 
@@ -244,7 +257,7 @@ def may_rest(value: Any, subject: Subject) -> bool:
 
 
 def bring_near(subject: Subject, entries: Entries) -> None:
-    """Move state that is too small to be offloaded to its parameter, wherever that has moved to.
+    """Move state that is too small to be offloaded to where its parameter is updated, wherever that is now.
 
     Scalars stay on the host, unless the optimizer keeps them with the parameter; none is left behind on a device.
     """
@@ -252,8 +265,8 @@ def bring_near(subject: Subject, entries: Entries) -> None:
         name = key[0] if isinstance(key, tuple) else key
         stays = value.ndim == 0 and (name in subject.cutting.host_scalars or device_at(value.device) is None)
         follows = not stays or (value.ndim == 0 and name in subject.cutting.device_scalars)
-        if follows and value.device != subject.address and not may_rest(value, subject):
-            put(entries, {key: value.to(subject.address)})
+        if follows and value.device != subject.steps_at and not may_rest(value, subject):
+            put(entries, {key: value.to(subject.steps_at)})
 
 
 def to_device(home: Home, address: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

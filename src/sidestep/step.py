@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from sidestep.chunks import Chunk
+from sidestep.engine.host_slots import HostRing
 from sidestep.engine.slots import Ring, Slot
+from sidestep.engine.stores import memory_of
+from sidestep.engine.threads import host_threads
 from sidestep.lending import Lender, Loan
 from sidestep.rest import StateAtRest
 from sidestep.wrapped import Group, GroupValues, LentGroup, Update, run_on, whole_of
@@ -36,6 +39,7 @@ class Step:
         chunks: Sequence[Chunk],
         idle_groups: Sequence[int],
         rings: dict[torch.device, Ring],
+        host_rings: dict[torch.device, HostRing],
         at_rest: StateAtRest,
         *,
         is_counted: bool,
@@ -50,9 +54,10 @@ class Step:
         self._whole = whole_of(optimizer)
         self._update = update
         self._groups: list[Group] = optimizer.param_groups
-        self._chunks = chunks
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.is_host_stepped)  # the device works while the host does
         self._idle_groups = idle_groups
         self._rings = rings
+        self._host_rings = host_rings
         self._at_rest = at_rest
         self._lender = Lender(optimizer.state, at_rest, inverse_scale)
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
@@ -73,11 +78,14 @@ class Step:
     def run(self) -> None:
         """The step. On return all work is enqueued; state is at rest once the rings have landed."""
         self._expect()
+        self._expect_on_host()
         for chunk in self._chunks:
             self._step_chunk(chunk)
         self._update_idle_groups()
         self._values.write_back()
         self._at_rest.finish()
+        for host_ring in self._host_rings.values():
+            host_ring.finish()
         self.is_complete = True
         self._expect()
         for ring in self._rings.values():
@@ -88,6 +96,9 @@ class Step:
         vars(self._optimizer).update(self._whole)
 
     def _step_chunk(self, chunk: Chunk) -> None:
+        if chunk.is_host_stepped:
+            self._step_on_host(chunk)
+            return
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
         slot = ring.take(chunk) if ring is not None else Slot()
         loan = self._lender.lend(chunk, slot)
@@ -96,12 +107,31 @@ class Step:
         if ring is not None:
             ring.evict(slot, loose, with_slot=with_slot)
 
+    def _step_on_host(self, chunk: Chunk) -> None:
+        assert chunk.address is not None
+        ring = self._host_rings[chunk.address]
+        slot = ring.take(chunk)
+        with host_threads():
+            loan = self._lender.lend(chunk, slot)
+            self._update_chunk(loan)
+            loose, _ = self._lender.take_back(loan, slot, ring)
+        for item in loose:
+            item.target.copy_(memory_of(item.tensor))
+        ring.give_back(slot)
+
     def _expect(self) -> None:
+        on_device = [chunk for chunk in self._chunks if not chunk.is_host_stepped]
         for address, ring in self._rings.items():
-            ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in self._chunks if chunk.address == address])
+            ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in on_device if chunk.address == address])
+
+    def _expect_on_host(self) -> None:
+        on_host = [chunk for chunk in self._chunks if chunk.is_host_stepped]
+        for address, ring in self._host_rings.items():
+            ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in on_host if chunk.address == address])
 
     def _update_chunk(self, loan: Loan) -> None:
-        lent = {index: self._values.lend(index, *loan.of_group(index)) for index in loan.chunk.groups}
+        on_host = loan.chunk.is_host_stepped
+        lent = {i: self._values.lend(i, *loan.of_group(i), on_host=on_host) for i in loan.chunk.groups}
         groups = {index: group for index, (group, _) in lent.items()}
         marks = None if self.has_changed else _marks(loan, groups)
         self.has_changed = True

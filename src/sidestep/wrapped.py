@@ -96,10 +96,20 @@ class GroupValues:
         self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
         self._tensor_keys = [[k for k, v in group.items() if isinstance(v, torch.Tensor)] for group in self._groups]
 
-    def lend(self, index: int, parameters: list[torch.nn.Parameter], names: list[str]) -> tuple[LentGroup, Group]:
-        """A copy of group ``index`` that has these parameters, with these names, only; and a copy for ``take_back``."""
+    def lend(
+        self, index: int, parameters: list[torch.nn.Parameter], names: list[str], *, on_host: bool = False
+    ) -> tuple[LentGroup, Group]:
+        """A copy of group ``index`` that has these parameters, with these names, only; and a copy for ``take_back``.
+
+        ``on_host``: the update runs there, with parameters that are there, which cannot be captured.
+        """
         values = dict(self._groups[index])
-        if self._chunks_of_group[index] > 1:
+        if on_host:
+            for key in self._tensor_keys[index]:
+                values[key] = values[key].detach().to("cpu", copy=True)
+            if "capturable" in values:
+                values["capturable"] = False
+        elif self._chunks_of_group[index] > 1:
             for key in self._tensor_keys[index]:
                 values[key] = values[key].detach().clone()
         values["params"] = parameters

@@ -25,7 +25,7 @@ Loop = Callable[[SimulatedDevice, bool], Numbers]
 
 
 def offload(optimizer: torch.optim.Optimizer, **settings: object) -> torch.optim.Optimizer:
-    placement = sidestep.Placement(min_elements=64)
+    placement = sidestep.Placement(min_elements=64, **settings.pop("placed", {}))  # type: ignore[call-overload]
     return sidestep.offload(optimizer, placement, chunk_bytes=CHUNK_BYTES, **settings)  # type: ignore[arg-type]
 
 
@@ -45,8 +45,8 @@ def set_gradients(parameters: list[torch.nn.Parameter], step: int, missing: Call
 
 
 def numbers(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Numbers:
-    state = optimizer.state_dict()["state"].values()
-    tensors = [tensor.cpu().clone() for entries in state for tensor in entries.values()]
+    state = optimizer.state_dict()["state"]
+    tensors = [tensor.cpu().clone() for index in sorted(state) for tensor in state[index].values()]
     return [parameter.detach().cpu() for parameter in parameters] + tensors
 
 
@@ -75,6 +75,19 @@ def pageable(device: SimulatedDevice, offloaded: bool) -> Numbers:
 def partly_staged(device: SimulatedDevice, offloaded: bool) -> Numbers:
     """Page-locked memory for the staging of some slots only: a chunk goes now through staging, now past it."""
     return straight(device, offloaded, pinned_memory=2 * CHUNK_BYTES)
+
+
+def on_host(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """The step runs on the host: gradients, only just computed, and parameters go there, and parameters come back."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if offloaded:
+        optimizer = offload(optimizer, placed={"step": "host"}, slots=2)
+    for step in range(STEPS):
+        set_gradients(parameters, step, is_missing)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.5)
+        optimizer.step()
+    return numbers(parameters, optimizer)
 
 
 def whole(device: SimulatedDevice, offloaded: bool) -> Numbers:
@@ -131,7 +144,7 @@ def abandoned(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return [tensor.detach().cpu() for tensor in (*parameters, *others)]
 
 
-LOOPS: list[Loop] = [straight, pageable, partly_staged, whole, looked_at, abandoned]
+LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, whole, looked_at, abandoned]
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,6 @@ def test_a_misspelt_placement_is_told_which_words_exist(keywords: dict[str, Any]
     "placement",
     [
         sidestep.Placement(state="disk"),
-        sidestep.Placement(step="host"),
         sidestep.Placement(gradients="host"),
         sidestep.Placement(state_dtype=torch.bfloat16),
     ],

@@ -13,6 +13,10 @@ UPDATE_WAITS_NEWBORN_EVICTED = "update waits for newborn state evicted"
 UPDATE_WAITS_IRREGULAR_DRAINED = "update waits for irregular buffer drained"
 EVICT_WAITS_UPDATE = "evict waits for update"
 SCATTER_WAITS_EVICTION = "scatter waits for eviction"
+OUTBOUND_WAITS_BACKWARD = "outbound waits for backward"
+OUTBOUND_WAITS_RETURNED = "outbound waits for returned parameters"
+FORWARD_WAITS_RETURNED = "forward waits for returned parameters"
+HOST_READS_OUTBOUND = "host reads outbound"
 HOST_READS_EVICTED = "host reads evicted state"
 HOST_READS_SCATTERED = "host reads scattered state"
 
@@ -27,6 +31,10 @@ HAZARDS: dict[str, str] = {
     UPDATE_WAITS_IRREGULAR_DRAINED: "memory that a chunk had for its own time would be reused while it is copied out",
     EVICT_WAITS_UPDATE: "state would be copied out before the update has written it",
     SCATTER_WAITS_EVICTION: "the host worker would read staging before the device has filled it",
+    OUTBOUND_WAITS_BACKWARD: "gradients and parameters would go to the host before backward has finished them",
+    OUTBOUND_WAITS_RETURNED: "the next chunk would overwrite new parameters in staging before they have been sent",
+    FORWARD_WAITS_RETURNED: "the forward would read parameters that have not come back from the host",
+    HOST_READS_OUTBOUND: "the host would update with gradients and parameters that have not arrived",
     HOST_READS_EVICTED: "the host would read or change state that is still on its way",
     HOST_READS_SCATTERED: "the host would read or change state that the host worker has not put in its place",
 }

@@ -23,7 +23,7 @@ from sidestep.engine.layouts import ChunkLayout, Span
 from sidestep.engine.stores import HostStore, memory_of
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError
-from sidestep.leaves import Key
+from sidestep.leaves import Key, storage_of
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _Views: TypeAlias = "weakref.WeakKeyDictionary[ChunkLayout, dict[Piece, dict[Key, torch.Tensor]]]"
@@ -67,6 +67,19 @@ class Slot:
         if views is None:
             views = self._views[self.layout] = self.layout.views_of(self.buffer)
         return views
+
+    def values_of(self, piece: Piece) -> torch.Tensor:
+        """The piece's elements, in the parameter."""
+        return piece.part_of(piece.parameter.detach())
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor | None:
+        """The piece's part of the gradient."""
+        gradient = piece.parameter.grad
+        return None if gradient is None else piece.part_of(gradient.detach())
+
+    def storages(self) -> set[int]:
+        """Of everything whose content is the engine's."""
+        return set() if self.buffer is None else {storage_of(self.buffer)}
 
     def forget_views(self) -> None:
         """They would keep the buffer."""

@@ -40,20 +40,6 @@ class TensorLayout:
         return memory.view(self.dtype).as_strided(self.shape, self.stride)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor fills one run of memory without holes or overlaps, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor in the order of memory, (bytes,) uint8, sharing them."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
@@ -62,9 +48,10 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 class Slab:
     """One allocation of host memory for state at rest: exact in size, page-locked if it could be."""
 
-    def __init__(self, memory: torch.Tensor, *, is_pinned: bool) -> None:
+    def __init__(self, memory: torch.Tensor, *, is_pinned: bool, is_for_host: bool = False) -> None:
         self.memory = memory  # (bytes,) uint8
         self.is_pinned = is_pinned
+        self.is_for_host = is_for_host  # no device copies to or from it
         self._buffer = memory.numpy()
 
     def tensor(self, offset_bytes: int, layout: TensorLayout) -> torch.Tensor:
@@ -88,17 +75,20 @@ class HostStore:
         self.peak_pageable_bytes = 0
         self._has_warned = False
 
-    def allocate(self, device: Device, byte_count: int) -> Slab:
-        """A slab of ``byte_count`` bytes that ``device`` can copy to and from.
+    def allocate(self, device: Device | None, byte_count: int) -> Slab:
+        """A slab of ``byte_count`` bytes that ``device`` can copy to and from; ``None``: which only the host uses.
 
         Raises:
             CapacityError: the host has no such memory.
         """
-        memory = self._pin(device, byte_count, self.pinned_limit_bytes - self.staging_reserve_bytes)
-        if memory is not None:
-            return Slab(memory, is_pinned=True)
+        if device is not None:
+            memory = self._pin(device, byte_count, self.pinned_limit_bytes - self.staging_reserve_bytes)
+            if memory is not None:
+                return Slab(memory, is_pinned=True)
         try:
-            slab = Slab(torch.empty(byte_count, dtype=torch.uint8, device="cpu"), is_pinned=False)
+            slab = Slab(
+                torch.empty(byte_count, dtype=torch.uint8, device="cpu"), is_pinned=False, is_for_host=device is None
+            )
         except (MemoryError, RuntimeError) as error:
             raise CapacityError(
                 f"the host has no room for {byte_count:,} bytes more of optimizer state ({error}). Sidestep holds"

@@ -111,6 +111,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self._latest: dict[Any, SimulatedDevice | None] = {}
+        self._last_call: Any = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +134,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         there = self._destination(operands, here, call)
         if len(self._latest) > CACHED_CALLS_LIMIT:
             self._latest.clear()
-        self._latest[call] = there
+        self._latest[call], self._last_call = there, call
         if there is None:
             return func(*operands.args, **operands.kwargs)
         self._machine.settle()
@@ -200,7 +201,8 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
             return None
         named = self._machine.devices.get(wanted)
         if named is None and not operands.tensors:
-            return self._latest.get(call)
+            in_backward = torch._C._current_graph_task_id() != -1  # where Python, in hooks, comes between
+            return self._latest.get(call) if in_backward or call == self._last_call else None
         return named or here
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -1,0 +1,193 @@
+"""The ring for chunks whose update runs on the host: what they need comes into a slot there, new parameters go back.
+
+State is at home on the host already, so only values and gradients of parameters pass through the page-locked slots.
+While the host updates one chunk, the next ones come and the last ones return.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from sidestep.chunks import Chunk, Piece, aligned
+from sidestep.engine import sites
+from sidestep.engine.device import Device, Event, Stream
+from sidestep.engine.layouts import ChunkLayout
+from sidestep.engine.stores import HostStore, TensorLayout, memory_of
+from sidestep.engine.traffic import Traffic
+from sidestep.leaves import Key, is_dense, storage_of
+
+
+class HostSlot:
+    """Staging for one chunk's parameters and gradients. The events say what must be over before the next use."""
+
+    def __init__(self) -> None:
+        self.chunk: Chunk | None = None
+        self.layout: ChunkLayout | None = None
+        self.staging: torch.Tensor | None = None  # (bytes,) uint8, page-locked if it could be
+        self.values: dict[Piece, torch.Tensor] = {}  # in the staging
+        self.gradients: dict[Piece, torch.Tensor] = {}
+        self.sources: list[torch.Tensor] = []  # on the device, being read
+        self.arrived: Event | None = None  # guards the update: values and gradients are here
+        self.returned: Event | None = None  # guards the next use: nobody reads the staging any more
+
+    def views(self) -> dict[Piece, dict[Key, torch.Tensor]]:
+        """The chunk's state tensors by piece and key: parts of their homes."""
+        if self.layout is None:
+            return {}
+        return {
+            piece: {key: piece.part_of(placed.home.tensor) for key, placed in placed_tensors.items()}
+            for piece, placed_tensors in self.layout.tensors.items()
+        }
+
+    def values_of(self, piece: Piece) -> torch.Tensor:
+        """The piece's elements, on the host."""
+        return self.values[piece]
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor | None:
+        """The piece's part of the gradient, on the host."""
+        return self.gradients.get(piece)
+
+    def storages(self) -> set[int]:
+        """Of everything whose content is the engine's."""
+        own = [tensor for tensors in self.views().values() for tensor in tensors.values()]
+        return {storage_of(tensor) for tensor in [*own, *([] if self.staging is None else [self.staging])]}
+
+
+class HostRing:
+    """The host's slots for one device, and the streams that fill and empty them."""
+
+    def __init__(self, device: Device, store: HostStore, traffic: Traffic, slot_count: int) -> None:
+        self.device = device
+        self._store = store
+        self._traffic = traffic
+        self._fetch = device.new_stream("fetch")
+        self._evict = device.new_stream("evict")
+        self._slots = [HostSlot() for _ in range(slot_count)]
+        self._free = deque(self._slots)
+        self._filling: deque[HostSlot] = deque()
+        self._upcoming: deque[tuple[Chunk, ChunkLayout]] = deque()
+        self._slot_bytes = 0
+
+    def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]]) -> None:
+        """The chunks that the step will take, in order. Gradients are final."""
+        self.start_afresh()
+        self._upcoming = deque(upcoming)
+        self._slot_bytes = max((_byte_count(chunk) for chunk, _ in upcoming), default=0)
+        while self._free and self._upcoming:
+            self._begin_next()
+
+    def take(self, chunk: Chunk) -> HostSlot:
+        """The chunk's slot. Blocks the host until its content is there."""
+        if not self._filling:
+            self._begin_next()
+        slot = self._filling.popleft()
+        assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
+        if slot.arrived is not None:
+            self._traffic.waits[sites.HOST_READS_OUTBOUND] += 1
+            self.device.synchronize(slot.arrived, site=sites.HOST_READS_OUTBOUND)
+        slot.sources.clear()
+        return slot
+
+    def give_back(self, slot: HostSlot) -> None:
+        """Send the new values to the device."""
+        for piece, values in slot.values.items():
+            target = memory_of(piece.part_of(piece.parameter.detach()))
+            self.device.copy(self._fetch, target, memory_of(values))
+            self._traffic.to_device_bytes += values.nbytes
+            torch.autograd.graph.increment_version(piece.parameter)  # as by any update in place
+        slot.returned = self.device.record(self._fetch)
+        self._clear(slot)
+        self._free.append(slot)
+        if self._upcoming:
+            self._begin_next()
+
+    def finish(self) -> None:
+        """What the current stream does from now on sees the new parameters."""
+        returned = self.device.record(self._fetch)
+        self._wait(self.device.current_stream(), returned, sites.FORWARD_WAITS_RETURNED)
+
+    def start_afresh(self) -> None:
+        """Forget what an earlier step has left, if it failed. Nothing of it is used: only staging is written."""
+        self._upcoming.clear()
+        self._filling.clear()
+        for slot in self._slots:
+            self._clear(slot)
+        self._free = deque(self._slots)
+
+    def close(self) -> None:
+        """Give the slots' memory back."""
+        self.finish()
+        self.start_afresh()
+        for slot in self._slots:
+            slot.staging = None
+
+    def _begin_next(self) -> None:
+        slot = self._free.popleft()
+        slot.chunk, slot.layout = self._upcoming.popleft()
+        self._filling.append(slot)
+        copies = self._lay_out(slot, slot.chunk)
+        if not copies:
+            return
+        if slot.returned is not None:
+            self._wait(self._evict, slot.returned, sites.OUTBOUND_WAITS_RETURNED)
+        self._wait(self._evict, self.device.record(self.device.current_stream()), sites.OUTBOUND_WAITS_BACKWARD)
+        for target, source in copies:
+            self.device.copy(self._evict, target, source)
+            self._traffic.to_host_bytes += target.nbytes
+        slot.arrived = self.device.record(self._evict)
+
+    def _lay_out(self, slot: HostSlot, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Find a place for all that the update needs. Returns what is to be copied, as bytes: (target, source)."""
+        self._make_staging(slot)
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        end = 0
+        for piece in chunk.pieces_due:
+            tensors = [(slot.values, piece.part_of(piece.parameter.detach()))]
+            gradient = piece.parameter.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                slot.gradients[piece] = gradient.detach().cpu()
+            elif gradient is not None:
+                tensors.append((slot.gradients, _dense(piece.part_of(gradient.detach()))))
+            for places, source in tensors:
+                assert slot.staging is not None
+                target = slot.staging[aligned(end) : aligned(end) + source.nbytes]
+                end = aligned(end) + source.nbytes
+                places[piece] = TensorLayout.of(source).view_of(target)
+                copies.append((target, memory_of(source)))
+                slot.sources.append(source)
+        return copies
+
+    def _make_staging(self, slot: HostSlot) -> None:
+        if slot.staging is None or slot.staging.numel() < self._slot_bytes:
+            slot.staging = None
+            pinned = self._store.pin_staging(self.device, self._slot_bytes)
+            slot.staging = torch.empty(self._slot_bytes, dtype=torch.uint8) if pinned is None else pinned
+
+    @staticmethod
+    def _clear(slot: HostSlot) -> None:
+        slot.chunk = slot.layout = slot.arrived = None
+        slot.values.clear()
+        slot.gradients.clear()
+        slot.sources.clear()
+
+    def _wait(self, stream: Stream, event: Event, site: str) -> None:
+        self._traffic.waits[site] += 1
+        self.device.wait(stream, event, site=site)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def _byte_count(chunk: Chunk) -> int:
+    """Bytes that the chunk takes in a slot."""
+    count = 0
+    for piece in chunk.pieces_due:
+        gradient = piece.parameter.grad
+        has_gradient = gradient is not None and gradient.layout is torch.strided
+        count += aligned(piece.elements * piece.parameter.itemsize)
+        count += aligned(piece.elements * gradient.itemsize) if has_gradient and gradient is not None else 0
+    return count
