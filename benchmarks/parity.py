@@ -125,6 +125,12 @@ PRODUCERS = {
     sites.OUTBOUND_WAITS_RETURNED: "fetch",
     sites.FORWARD_WAITS_RETURNED: "fetch",
     sites.HOST_READS_OUTBOUND: "evict",
+    sites.DEPARTURE_WAITS_GRADIENT: "current",
+    sites.BACKWARD_WAITS_DEPARTURE: "evict",
+    sites.ARRIVAL_WAITS_DEPARTURE: "evict",
+    sites.ARRIVAL_WAITS_MEMORY: "current",
+    sites.UPDATE_WAITS_ARRIVAL: "fetch",
+    sites.HOST_READS_DEPARTED: "evict",
     sites.HOST_READS_EVICTED: "evict",
     sites.HOST_READS_SCATTERED: "worker",
 }

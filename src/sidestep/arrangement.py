@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from sidestep import masters, probe
-from sidestep.chunks import MASTER, Chunk, Subject, default_chunk_bytes, on_device, plan_chunks, whole_of_all
+from sidestep.chunks import (
+    MASTER,
+    MAX_CHUNK_BYTES,
+    Chunk,
+    Subject,
+    default_chunk_bytes,
+    on_device,
+    plan_chunks,
+    whole_of_all,
+)
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.host_slots import HostRing
 from sidestep.engine.limits import available_host_bytes
@@ -18,6 +27,7 @@ from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
+from sidestep.gradients import GradientsOnHost, OffloadedGradient, is_offloaded
 from sidestep.leaves import Key, put, storage_of, tensor_at, tensors_of
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
@@ -51,6 +61,7 @@ class Arrangement:
         self.rings: dict[torch.device, Ring] = {}
         self.host_rings: dict[torch.device, HostRing] = {}
         self.at_rest = StateAtRest(self.store)
+        self.gradients = GradientsOnHost(self.store, self.traffic)
         self.subjects: list[Subject] = []
         self.chunks: list[Chunk] = []
         self.chunk_bytes = 0
@@ -72,6 +83,7 @@ class Arrangement:
         self._seen_values: list[list[Any]] = []
         self.cuttings: list[probe.Cutting] = []
         self.cuttings_now()
+        self._watch_gradients()
 
     # Steps.
 
@@ -88,7 +100,9 @@ class Arrangement:
         self.prepare()
         due = self._due()
         self._make_homes(due)
+        self._bring_views_of_gradients()
         result = self._run(own_update(type(self.optimizer), closure), due, counted=True, inverse_scale=inverse_scale)
+        self.gradients.settle()
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
@@ -119,6 +133,13 @@ class Arrangement:
         finally:
             self.forget_plan()
             self.prepare()
+
+    def _bring_views_of_gradients(self) -> None:
+        """Somebody may have assigned a view of an offloaded gradient: an ordinary tensor will do."""
+        for parameter in parameters_of(self.optimizer.param_groups):
+            gradient = parameter.grad
+            if isinstance(gradient, OffloadedGradient) and not gradient.is_whole:
+                parameter.grad = gradient.whole()
 
     def _reach_of(self, name: str, method: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> probe.Reach:
         if not all(isinstance(value, _PLAIN) for value in (*args, *kwargs.values())):
@@ -331,13 +352,15 @@ class Arrangement:
                 is_odd = False
                 if gradient is not None:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
-                    gradient_bytes[address] += 0 if is_odd else gradient.nbytes
+                    gradient_bytes[address] += 0 if is_odd or is_offloaded(gradient) else gradient.nbytes
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
                 is_contiguous = parameter.is_contiguous()
-                structure.append((id(parameter), parameter.dtype, parameter.shape, address, is_contiguous, is_whole))
+                kind = (parameter.dtype, parameter.shape, parameter.requires_grad)
+                structure.append((id(parameter), *kind, address, is_contiguous, is_whole))
                 if is_odd:
                     self._must_stay_whole.add(parameter)
-        self.note_peak("gradients", sum(n for address, n in gradient_bytes.items() if device_at(address) is not None))
+        on_devices = sum(n for address, n in gradient_bytes.items() if device_at(address) is not None)
+        self.note_peak("gradients", on_devices + self.gradients.held_bytes)
         return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now(structure))]
 
     def _replan(self) -> None:
@@ -353,6 +376,7 @@ class Arrangement:
         self.warn_of_rounding()
         self._is_housed.clear()
         self._make_rings()
+        self._watch_gradients()
         self._settle_homes()
         self._bring_near()
         self.at_rest.forget_layouts()
@@ -403,6 +427,15 @@ class Arrangement:
         """Warn, once, of 16-bit parameters that have no master."""
         if not self._has_warned:
             self._has_warned = masters.warn_of_rounding(self.subjects or self._make_subjects())
+
+    def _watch_gradients(self) -> None:
+        chunk_bytes = self.chunk_bytes or self.settings.chunk_bytes or MAX_CHUNK_BYTES
+        self.gradients.limit_bytes = self.settings.slots * chunk_bytes
+        self.gradients.watch(
+            parameter
+            for parameter, _, _, placement in self.placements()
+            if placement.gradients == "host" and parameter.numel() >= placement.min_elements
+        )
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """A name for each parameter of the groups."""
@@ -573,7 +606,8 @@ class Arrangement:
                 )
 
     def close(self) -> None:
-        """Give back the rings' memory."""
+        """Give back the rings' memory, and the gradients."""
+        self.gradients.bring_back()
         for address in list(self.rings):
             self._close_ring(address)
         while self.host_rings:

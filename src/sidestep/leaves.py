@@ -11,7 +11,7 @@ import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -85,9 +85,9 @@ def with_tensors(name: Any, value: Any, tensors: Mapping[Any, torch.Tensor]) -> 
     return _rebuilt((name,), value, tensors)
 
 
-def is_strided(tensor: torch.Tensor) -> bool:
+def is_strided(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is a plain tensor that lies in one storage."""
-    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    return type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

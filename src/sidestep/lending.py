@@ -14,6 +14,7 @@ from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostRing, HostSlot
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
+from sidestep.gradients import Inbound, OffloadedGradient, is_offloaded
 from sidestep.leaves import (
     Entries,
     Key,
@@ -40,7 +41,8 @@ class Lent(NamedTuple):
 
     ``stand_in``: what the optimizer takes for the parameter; ``near``: the piece's elements where the update runs;
     ``values``: what is lent as its values, these elements or their master; ``own``: the parameter's state in the
-    optimizer, if it has any; ``in_slot``: this piece's part of it in the slot.
+    optimizer, if it has any; ``in_slot``: this piece's part of it in the slot; ``gradient_version``: of the gradient,
+    where what the optimizer makes of it is the user's.
     """
 
     piece: Piece
@@ -49,6 +51,7 @@ class Lent(NamedTuple):
     values: torch.Tensor
     own: Entries | None
     in_slot: dict[Key, torch.Tensor]
+    gradient_version: int | None = None
 
     @property
     def is_itself(self) -> bool:
@@ -104,8 +107,21 @@ class Loan:
 class Lender:
     """Lends state in the course of one step; every slice of a parameter starts from what was there before the step."""
 
-    def __init__(self, state: State, at_rest: StateAtRest, inverse_scale: torch.Tensor | None = None) -> None:
-        """``inverse_scale``: what gradients are multiplied with, on the device."""
+    def __init__(
+        self,
+        state: State,
+        at_rest: StateAtRest,
+        inbound: Inbound,
+        inverse_scale: torch.Tensor | None = None,
+        *,
+        changes_gradients: bool = False,
+    ) -> None:
+        """``inverse_scale``: what gradients are multiplied with, on the device.
+
+        ``changes_gradients``: whether the update changes them without counting their versions.
+        """
+        self._inbound = inbound
+        self._changes_gradients = changes_gradients
         self._state = state
         self._at_rest = at_rest
         self._inverse_scale = inverse_scale
@@ -132,20 +148,29 @@ class Lender:
         parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
         is_changed = subject.has_master or subject.is_host_stepped or self._inverse_scale is not None
-        if not (piece.is_slice or (is_due and is_changed)):
+        if not (piece.is_slice or (is_due and (is_changed or is_offloaded(parameter.grad)))):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece)
         if subject.has_master and is_due:
             values = self._master_of(piece, near, in_slot)
         stand_in = torch.nn.Parameter(values, parameter.requires_grad)
         vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
-        gradient = slot.gradient_of(piece)
-        if gradient is not None:
+        given = self._gradient_of(piece, slot)
+        gradient, version = given, 0
+        if gradient is not None and given is not None:
             gradient = self._scaled(gradient.to(values.dtype) if values is not near else gradient)
             if gradient.dtype != values.dtype:
                 stand_in.grad_dtype = gradient.dtype
-            stand_in.grad = gradient
-        return Lent(piece, stand_in, near, values, own, in_slot)
+            stand_in.grad, version = gradient, gradient._version
+        return Lent(piece, stand_in, near, values, own, in_slot, version if gradient is given else None)
+
+    def _gradient_of(self, piece: Piece, slot: AnySlot) -> torch.Tensor | None:
+        gradient = piece.parameter.grad
+        if not isinstance(gradient, OffloadedGradient):
+            return slot.gradient_of(piece)
+        if piece.subject.is_host_stepped:
+            return piece.part_of(gradient.content.on_host())
+        return self._inbound.of(piece)
 
     def _master_of(self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor]) -> torch.Tensor:
         """The master of a parameter with these values: the one it has, with what was written to it since; or a new one.
@@ -225,7 +250,7 @@ class Lender:
         ``entries``: the state that it left.
         """
         piece = lent.piece
-        _take_back_gradient(lent)
+        self._take_back_gradient(lent)
         after = lent.stand_in.detach()
         is_in_place = _is_same_memory(after, lent.values)
         if not is_in_place and entries is not None:
@@ -241,6 +266,18 @@ class Lender:
         self._state[piece.parameter][MASTER] = master
         self._at_rest.drop_entry(piece.parameter, MASTER)
         return []
+
+    def _take_back_gradient(self, lent: Lent) -> None:
+        """Let go of the gradient's memory; an optimizer may also have dropped the gradient itself, or changed it."""
+        piece, gradient = lent.piece, lent.stand_in.grad
+        own = piece.parameter.grad
+        if piece.stop == piece.parameter.numel() and gradient is None:
+            piece.parameter.grad = None
+        elif isinstance(own, OffloadedGradient) and gradient is not None and not piece.subject.is_host_stepped:
+            is_changed = self._changes_gradients or gradient._version != lent.gradient_version
+            if lent.gradient_version is not None and is_changed:
+                own.content.put_part(piece, gradient)
+        lent.stand_in.grad = None
 
     def _drop_state(self, lent: Lent) -> None:
         """The optimizer has dropped a parameter's state."""
@@ -376,14 +413,6 @@ def _slice_value(value: Any, piece: Piece) -> Any:
     if value.shape == piece.parameter.shape:
         return value.detach().reshape(-1)[piece.start : piece.stop]
     return value.detach().clone()
-
-
-def _take_back_gradient(lent: Lent) -> None:
-    """Let go of the gradient's memory; an optimizer may also have dropped the gradient itself."""
-    piece = lent.piece
-    if piece.stop == piece.parameter.numel() and lent.stand_in.grad is None:
-        piece.parameter.grad = None
-    lent.stand_in.grad = None
 
 
 def _part(entries: Entries, memory: torch.Tensor) -> None:

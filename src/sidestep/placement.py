@@ -89,7 +89,7 @@ def resolve(policy: Policy, own: Any, name: str, parameter: torch.nn.Parameter, 
 
 
 def _require_built(placement: Placement) -> Placement:
-    built = {"state": ("host", "device"), "step": ("device", "host"), "gradients": ("device",)}
+    built = {"state": ("host", "device"), "step": ("device", "host"), "gradients": ("device", "host")}
     for field, words in built.items():
         value = getattr(placement, field)
         if value not in words:

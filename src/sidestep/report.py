@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
+from sidestep.gradients import is_offloaded
 from sidestep.twins import Cut
 
 
@@ -29,7 +30,8 @@ class Report:
             on the device, ``staging`` (the ring, and state on its way out for the first time), ``other`` (allocated
             there by anybody else: activations, other models, workspaces), ``total``.
         host_bytes: ``pinned`` and ``pageable`` memory for state at rest and for staging.
-        moved_bytes: ``to_device`` and ``to_host``, over all steps.
+        moved_bytes: ``to_device`` and ``to_host``, over all steps; and the same of gradients that leave the device in
+            backward, by themselves.
         waits: how often each wait was made, by site (``sidestep.engine.sites`` says why each exists).
         chunks: number of chunks a step has; ``chunk_bytes``: their size limit; ``fetched_chunks`` and
             ``evicted_chunks``: how many went each way, over all steps.
@@ -93,7 +95,12 @@ def report_of(arrangement: Arrangement, skipped_steps: int) -> Report:
             "pinned": Amount(arrangement.store.pinned_bytes, arrangement.store.peak_pinned_bytes),
             "pageable": Amount(arrangement.store.pageable_bytes, arrangement.store.peak_pageable_bytes),
         },
-        moved_bytes={"to_device": arrangement.traffic.to_device_bytes, "to_host": arrangement.traffic.to_host_bytes},
+        moved_bytes={
+            "to_device": arrangement.traffic.to_device_bytes,
+            "to_host": arrangement.traffic.to_host_bytes,
+            "gradients_to_device": arrangement.traffic.gradients_to_device_bytes,
+            "gradients_to_host": arrangement.traffic.gradients_to_host_bytes,
+        },
         waits=dict(arrangement.traffic.waits),
         chunks=len(arrangement.chunks),
         chunk_bytes=arrangement.chunk_bytes,
@@ -110,7 +117,8 @@ def _device_bytes(arrangement: Arrangement) -> dict[str, Amount]:
         return {}
     held = {
         "parameters": bytes_of(parameters),
-        "gradients": bytes_of(p.grad for p in parameters if p.grad is not None),
+        "gradients": bytes_of(p.grad for p in parameters if p.grad is not None and not is_offloaded(p.grad))
+        + arrangement.gradients.held_bytes,
         "state": bytes_of(arrangement.resident_state()),
     }
     ours = {

@@ -19,6 +19,7 @@ from sidestep.engine.host_slots import HostRing
 from sidestep.engine.slots import Ring, Slot
 from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
+from sidestep.gradients import Inbound
 from sidestep.lending import Lender, Loan
 from sidestep.rest import StateAtRest
 from sidestep.wrapped import Group, GroupValues, LentGroup, Update, run_on, whole_of
@@ -59,7 +60,9 @@ class Step:
         self._rings = rings
         self._host_rings = host_rings
         self._at_rest = at_rest
-        self._lender = Lender(optimizer.state, at_rest, inverse_scale)
+        self._inbound = Inbound([chunk for chunk in self._chunks if not chunk.is_host_stepped])
+        unscales = getattr(optimizer, "grad_scale", None) is not None  # fused kernels do, and count no versions
+        self._lender = Lender(optimizer.state, at_rest, self._inbound, inverse_scale, changes_gradients=unscales)
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
         self._results: list[Any] = []
         self.has_changed = False
@@ -94,11 +97,13 @@ class Step:
     def put_back(self) -> None:
         """Undo the loan that an interruption may have left standing: groups and state are the optimizer's own again."""
         vars(self._optimizer).update(self._whole)
+        self._inbound.abandon()
 
     def _step_chunk(self, chunk: Chunk) -> None:
         if chunk.is_host_stepped:
             self._step_on_host(chunk)
             return
+        self._inbound.take(chunk)
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
         slot = ring.take(chunk) if ring is not None else Slot()
         loan = self._lender.lend(chunk, slot)

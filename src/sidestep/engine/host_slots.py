@@ -17,7 +17,7 @@ from sidestep.engine.device import Device, Event, Stream
 from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.engine.traffic import Traffic
-from sidestep.leaves import Key, is_dense, storage_of
+from sidestep.leaves import Key, is_dense, is_strided, storage_of
 
 
 class HostSlot:
@@ -149,7 +149,7 @@ class HostRing:
             gradient = piece.parameter.grad
             if gradient is not None and gradient.layout is not torch.strided:
                 slot.gradients[piece] = gradient.detach().cpu()
-            elif gradient is not None:
+            elif is_strided(gradient):  # or another tensor stands for it, and it is on the host
                 tensors.append((slot.gradients, _dense(piece.part_of(gradient.detach()))))
             for places, source in tensors:
                 assert slot.staging is not None
@@ -187,7 +187,6 @@ def _byte_count(chunk: Chunk) -> int:
     count = 0
     for piece in chunk.pieces_due:
         gradient = piece.parameter.grad
-        has_gradient = gradient is not None and gradient.layout is torch.strided
         count += aligned(piece.elements * piece.parameter.itemsize)
-        count += aligned(piece.elements * gradient.itemsize) if has_gradient and gradient is not None else 0
+        count += aligned(piece.elements * gradient.itemsize) if is_strided(gradient) else 0
     return count

@@ -12,6 +12,8 @@ class Traffic:
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
+    gradients_to_device_bytes: int = 0
+    gradients_to_host_bytes: int = 0
     fetched_chunks: int = 0
     evicted_chunks: int = 0
     waits: Counter[str] = dataclasses.field(default_factory=Counter)

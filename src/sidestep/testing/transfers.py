@@ -118,8 +118,12 @@ class Interception:
         setattr(owner, name, replacement)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
-        """Where it is."""
+        """Where it is; or, of one that stands for a tensor elsewhere, where that is."""
         home = self._home(tensor)
+        own = None if type(tensor) is torch.Tensor else type(tensor).__dict__.get("device")
+        if home is None and isinstance(own, property) and own.fget is not None:
+            stood_for: torch.device = own.fget(tensor)
+            return stood_for
         address: torch.device = self._plain["device"].__get__(tensor) if home is None else home.device.address
         return address
 
@@ -142,6 +146,8 @@ class Interception:
     def _move(self, tensor: torch.Tensor, there: torch.device, wanted: Destination) -> torch.Tensor:
         if hasattr(type(tensor), "__tensor_flatten__"):
             return self._move_parts(tensor, dataclasses.replace(wanted, dtype=None))
+        if self._home(tensor) is None and tensor.device in self._machine.devices:
+            tensor = tensor.clone()  # the one that it stands for
         category = current_category()
         if isinstance(tensor, torch.nn.Parameter):
             category = "parameters"

@@ -1,0 +1,112 @@
+"""Gradients on their way to the host, and back: which memory they have there, and which order guards it.
+
+On the way out a gradient keeps its device memory until the copy is done, but all of them together never more than a
+limit: then the stream that wants to go on waits for the oldest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict, deque
+
+import torch
+
+from sidestep.engine import sites
+from sidestep.engine.device import Device, Event, Stream
+from sidestep.engine.stores import HostStore, TensorLayout, memory_of
+from sidestep.engine.traffic import Traffic
+
+
+@dataclasses.dataclass(eq=False)
+class Berth:
+    """Host memory for one gradient. What is fetched from it has been waited for before it is sent to again."""
+
+    memory: torch.Tensor  # (bytes,) uint8, page-locked if it could be
+    departed: Event | None = None  # the gradient that was last sent is there
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A gradient, or part of one, on the device once ``event`` is complete."""
+
+    tensor: torch.Tensor
+    event: Event
+
+
+class Transit:
+    """The way between one device and the host, for gradients."""
+
+    def __init__(self, device: Device, store: HostStore, traffic: Traffic, limit_bytes: int) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0  # device memory of gradients that are on their way out
+        self._store = store
+        self._traffic = traffic
+        self._fetch = device.new_stream("fetch")
+        self._evict = device.new_stream("evict")
+        self._departing: deque[tuple[torch.Tensor, Event, Stream]] = deque()
+        self._spare: defaultdict[int, list[Berth]] = defaultdict(list)
+
+    def berth(self, byte_count: int) -> Berth:
+        """Host memory for a gradient of this size: such as another has given back, or new."""
+        spare = self._spare[byte_count]
+        if spare:
+            return spare.pop()
+        pinned = self._store.pin_staging(self.device, byte_count)
+        return Berth(torch.empty(byte_count, dtype=torch.uint8, device="cpu") if pinned is None else pinned)
+
+    def give_back(self, berth: Berth) -> None:
+        """Nobody stands for this memory any more."""
+        self._spare[berth.memory.numel()].append(berth)
+
+    def send(self, tensor: torch.Tensor, berth: Berth, start_bytes: int = 0) -> None:
+        """Copy out a dense gradient, or its part that begins at this byte. Its device memory is kept meanwhile."""
+        current = self.device.current_stream()
+        self._wait(self._evict, self.device.record(current), sites.DEPARTURE_WAITS_GRADIENT)
+        self.device.copy(self._evict, berth.memory[start_bytes : start_bytes + tensor.nbytes], memory_of(tensor))
+        berth.departed = self.device.record(self._evict)
+        self._departing.append((tensor, berth.departed, current))
+        self.held_bytes += tensor.nbytes
+        self._traffic.gradients_to_host_bytes += tensor.nbytes
+        while self.held_bytes > self.limit_bytes:
+            self._let_go()
+
+    def settle(self) -> None:
+        """Let go of all gradients that are on their way out: what uses their memory next waits."""
+        while self._departing:
+            self._let_go()
+
+    def begin(self, berth: Berth, layout: TensorLayout, start_bytes: int = 0) -> Arrival:
+        """Fetch a gradient, or the part of it that begins at this byte."""
+        memory = self.device.empty(layout.byte_count)
+        self._wait(self._fetch, self.device.record(self.device.current_stream()), sites.ARRIVAL_WAITS_MEMORY)
+        if berth.departed is not None:
+            self._wait(self._fetch, berth.departed, sites.ARRIVAL_WAITS_DEPARTURE)
+        self.device.copy(self._fetch, memory, berth.memory[start_bytes : start_bytes + layout.byte_count])
+        self._traffic.gradients_to_device_bytes += layout.byte_count
+        return Arrival(layout.view_of(memory), self.device.record(self._fetch))
+
+    def finish(self, arrival: Arrival) -> torch.Tensor:
+        """The tensor: what the current stream does from now on sees its content."""
+        self._wait(self.device.current_stream(), arrival.event, sites.UPDATE_WAITS_ARRIVAL)
+        return arrival.tensor
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Nobody will ``finish`` it: keep its memory from others until the copy is done."""
+        self.device.release(arrival.tensor, self._fetch)
+
+    def read(self, berth: Berth) -> torch.Tensor:
+        """The host memory, (bytes,) uint8, once the gradient is there. Blocks the host."""
+        if berth.departed is not None:
+            self._traffic.waits[sites.HOST_READS_DEPARTED] += 1
+            self.device.synchronize(berth.departed, site=sites.HOST_READS_DEPARTED)
+        return berth.memory
+
+    def _let_go(self) -> None:
+        tensor, departed, stream = self._departing.popleft()
+        self._wait(stream, departed, sites.BACKWARD_WAITS_DEPARTURE)
+        self.held_bytes -= tensor.nbytes
+
+    def _wait(self, stream: Stream, event: Event, site: str) -> None:
+        self._traffic.waits[site] += 1
+        self.device.wait(stream, event, site=site)
