@@ -102,6 +102,8 @@ class Arrangement:
         self._make_homes(due)
         self._bring_views_of_gradients()
         result = self._run(own_update(type(self.optimizer), closure), due, counted=True, inverse_scale=inverse_scale)
+        if inverse_scale is not None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self._unscale_gradients(inverse_scale)
         self.gradients.settle()
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
@@ -133,6 +135,13 @@ class Arrangement:
         finally:
             self.forget_plan()
             self.prepare()
+
+    def _unscale_gradients(self, inverse_scale: torch.Tensor) -> None:
+        """Leave gradients as the optimizer would have, had it been given the scaled ones."""
+        for parameter in parameters_of(self.optimizer.param_groups):
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                scale = inverse_scale.to(parameter.grad.device)
+                torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], torch.zeros_like(scale), scale)
 
     def _bring_views_of_gradients(self) -> None:
         """Somebody may have assigned a view of an offloaded gradient: an ordinary tensor will do."""

@@ -90,6 +90,30 @@ def on_host(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return numbers(parameters, optimizer)
 
 
+def leaving(device: SimulatedDevice, offloaded: bool, step: str = "device") -> Numbers:
+    """Gradients leave as backward makes them, more than may be on their way, and memory is wanted meanwhile."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if offloaded:
+        optimizer = offload(optimizer, placed={"gradients": "host", "step": step}, slots=1)
+    generator = torch.Generator().manual_seed(0)
+    noises = [torch.randn(shape, generator=generator).to(device.address) for shape in SHAPES]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros((), device=device.address)
+        for parameter, noise in zip(parameters, noises, strict=True):
+            total = total + (parameter * parameter * noise).sum() + (parameter * noise).sum()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 3.0)
+        optimizer.step()
+    return numbers(parameters, optimizer)
+
+
+def leaving_for_good(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """Gradients leave, and the step runs where they are."""
+    return leaving(device, offloaded, "host")
+
+
 def whole(device: SimulatedDevice, offloaded: bool) -> Numbers:
     """An optimizer that is not cut: its memory for state comes and goes with each step."""
     parameters = parameters_on(device)
@@ -144,7 +168,7 @@ def abandoned(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return [tensor.detach().cpu() for tensor in (*parameters, *others)]
 
 
-LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, whole, looked_at, abandoned]
+LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, leaving, leaving_for_good, whole, looked_at, abandoned]
 
 
 @pytest.fixture(scope="module")
