@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,10 +31,10 @@ from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizer
 from sidestep.gradients import GradientsOnHost, OffloadedGradient, is_offloaded
 from sidestep.leaves import Key, put, storage_of, tensor_at, tensors_of
 from sidestep.placement import Placement, Policy, resolve
-from sidestep.rest import StateAtRest, bring_near, may_rest, to_device
+from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, may_rest, to_device
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
-from sidestep.wrapped import Group, State, Update, own_update, parameters_of
+from sidestep.wrapped import ROUNDING, Group, State, Update, own_update, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +248,7 @@ class Arrangement:
     def prepare(self) -> None:
         """Make chunks, rings and homes true to the groups, parameters and state as they are now."""
         self.plan()
+        self._seed_rounding()
         if self._is_edited:
             self._honour_edits()
             self._is_edited = False
@@ -419,7 +421,7 @@ class Arrangement:
                 )
 
     def _make_subjects(self) -> Iterable[Subject]:
-        for parameter, name, index, placement in self.placements():
+        for position, (parameter, name, index, placement) in enumerate(self.placements()):
             yield Subject(
                 parameter,
                 name,
@@ -429,6 +431,7 @@ class Arrangement:
                 device_at(parameter.device) is not None,
                 self.cuttings[index],
                 parameter in self._must_stay_whole,
+                position,
                 self.at_rest.bytes_of(parameter),
             )
 
@@ -436,6 +439,11 @@ class Arrangement:
         """Warn, once, of 16-bit parameters that have no master."""
         if not self._has_warned:
             self._has_warned = masters.warn_of_rounding(self.subjects or self._make_subjects())
+
+    def _seed_rounding(self) -> None:
+        for subject in self.subjects:
+            if subject.encoded:
+                self.optimizer.param_groups[subject.group].setdefault(ROUNDING, (torch.initial_seed(), 0))
 
     def _watch_gradients(self) -> None:
         chunk_bytes = self.chunk_bytes or self.settings.chunk_bytes or MAX_CHUNK_BYTES
@@ -508,7 +516,8 @@ class Arrangement:
                 current = tensor_at(self.optimizer.state.get(parameter), key)
                 if subject is not None and current is not None and not may_rest(current, subject):
                     is_at_home = current is home.tensor
-                    near = to_device(home, subject.steps_at) if is_at_home else current.to(subject.steps_at)
+                    dtype = dtype_of(subject, key) if home.is_encoded else None
+                    near = to_device(home, subject.steps_at, dtype) if is_at_home else current.to(subject.steps_at)
                     put(self.optimizer.state[parameter], {key: near})
                     self.at_rest.drop(parameter, key)
                 elif subject is None or current is None:
@@ -532,12 +541,38 @@ class Arrangement:
         for subject in self.subjects:
             if subject.parameter in state:
                 masters.conform(subject, state[subject.parameter])
+                encode_strangers(subject, state[subject.parameter])
         self.at_rest.untangle(self.subjects, state)
         for chunk in self.chunks:
             if chunk.address is not None:
                 subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)
                 self.at_rest.adopt(self._device_of_homes(chunk), subjects, state)
         self.at_rest.evict_strangers(state)
+
+    @contextlib.contextmanager
+    def decoded(self) -> Iterator[None]:
+        """A context in which the state is as the optimizer knows it: copies, where it is encoded at rest."""
+        encoded = {
+            parameter: {key: home for key, home in homes.items() if home.is_encoded}
+            for parameter, homes in self.at_rest.homes.items()
+        }
+        encoded = {parameter: homes for parameter, homes in encoded.items() if homes}
+        if not encoded:
+            yield
+            return
+        subjects = {subject.parameter: subject for subject in self.subjects}
+        state = self.optimizer.state
+        shown = defaultdict(dict, state)
+        for parameter, homes in encoded.items():
+            shown[parameter] = dict(state[parameter])
+            for key, home in homes.items():
+                if shown[parameter].get(key) is home.tensor:
+                    shown[parameter][key] = home.tensor.to(dtype_of(subjects[parameter], key))
+        self.optimizer.state = shown
+        try:
+            yield
+        finally:
+            self.optimizer.state = state
 
     def land(self) -> None:
         """Block the host until all state is at rest."""
@@ -601,6 +636,7 @@ class Arrangement:
                 self.at_rest.drop_all(subject.parameter)
                 bring_near(on_device(subject), state[subject.parameter])
                 if for_good:
+                    self.optimizer.param_groups[subject.group].pop(ROUNDING, None)
                     masters.conform(masters.without(subject), state[subject.parameter])
 
     def _near(self, subject: Subject, *, for_good: bool) -> Iterator[tuple[Key, torch.Tensor]]:
@@ -608,7 +644,7 @@ class Arrangement:
         for key, home in self.at_rest.homes.get(subject.parameter, {}).items():
             is_spare = for_good and subject.has_master and key == MASTER
             if not is_spare and tensor_at(self.optimizer.state[subject.parameter], key) is home.tensor:
-                dtype = home.layout.dtype
+                dtype = dtype_of(subject, key) if home.is_encoded else home.layout.dtype
                 yield (
                     key,
                     to_device(home, subject.address, masters.plain_dtype(subject, key, dtype) if for_good else dtype),

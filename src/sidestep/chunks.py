@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sidestep.engine.codecs import DECODABLE, ENCODED
 from sidestep.errors import CapacityError
 from sidestep.leaves import PLAIN_TENSORS, is_dense
 from sidestep.placement import Placement
@@ -45,6 +46,7 @@ class Subject:
     is_on_device: bool
     cutting: Cutting
     is_whole: bool = False  # must not be cut, whatever the optimizer allows
+    position: int = 0  # among all parameters of the optimizer
     bytes_at_rest: int = 0  # what its state takes that is at rest already; it may be more than the probe predicts
 
     @property
@@ -83,16 +85,29 @@ class Subject:
         """The state tensors of the parameter's shape that will leave the device, as the probe predicts them."""
         if not self.offloads or self.parameter.numel() < self.placement.min_elements:
             return []
-        kinds = self.cutting.kinds_for(self.parameter)
-        predicted = [(kind.name, kind.dtype or self.stepped_dtype) for kind in kinds if kind.elementwise]
+        kinds = [kind for kind in self.cutting.kinds_for(self.parameter) if kind.elementwise]
+        at_rest = dict.fromkeys(self.encoded, ENCODED)
+        predicted = [(kind.name, at_rest.get(kind.name) or kind.dtype or self.stepped_dtype) for kind in kinds]
         return [*predicted, (MASTER, torch.float32)] if self.has_master else predicted
+
+    @functools.cached_property
+    def encoded(self) -> dict[Any, torch.dtype]:
+        """The entries that are encoded at rest, with the dtype that the optimizer knows them in."""
+        if self.placement.state_dtype is None or not self.offloads:
+            return {}
+        if self.parameter.numel() < self.placement.min_elements:
+            return {}
+        kinds = [kind for kind in self.cutting.kinds_for(self.parameter) if kind.elementwise]
+        decoded = {kind.name: kind.dtype or self.stepped_dtype for kind in kinds}
+        return {name: dtype for name, dtype in decoded.items() if dtype in DECODABLE}
 
     @functools.cached_property
     def itemsizes(self) -> list[int]:
         """Bytes of an element of each tensor in a slot: of its state, or, on the host, of its values and gradient."""
         if self.is_host_stepped:
             return [self.parameter.dtype.itemsize, self.parameter.dtype.itemsize]
-        return [dtype.itemsize for _, dtype in self.predicted]
+        decoded = [dtype.itemsize for dtype in self.encoded.values()]  # beside the slot, while the update runs
+        return [dtype.itemsize for _, dtype in self.predicted] + decoded
 
     @property
     def bytes_per_element(self) -> int:

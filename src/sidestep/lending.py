@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
 from sidestep.chunks import ALIGNMENT_BYTES, MASTER, Chunk, Piece, aligned
+from sidestep.engine.codecs import DECODABLE, ENCODED, decode, encode, key_of
 from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostRing, HostSlot
 from sidestep.engine.slots import Loose, Ring, Slot
@@ -19,6 +20,7 @@ from sidestep.leaves import (
     Entries,
     Key,
     is_compound,
+    is_dense,
     is_strided,
     parts_within,
     put,
@@ -114,14 +116,16 @@ class Lender:
         inbound: Inbound,
         inverse_scale: torch.Tensor | None = None,
         *,
+        rounding: Mapping[int, tuple[int, int]],
         changes_gradients: bool = False,
     ) -> None:
-        """``inverse_scale``: what gradients are multiplied with, on the device.
+        """``inverse_scale``: what gradients are multiplied with; ``rounding``: each group's seed and number of steps.
 
         ``changes_gradients``: whether the update changes them without counting their versions.
         """
         self._inbound = inbound
         self._changes_gradients = changes_gradients
+        self._rounding = rounding
         self._state = state
         self._at_rest = at_rest
         self._inverse_scale = inverse_scale
@@ -196,6 +200,9 @@ class Lender:
     def _entries_of(self, lent: Lent, *, is_simple: bool) -> Entries | None:
         """The piece's state as the optimizer sees it; ``None`` where it has none."""
         piece, in_slot = lent.piece, without_master(lent.in_slot, lent.piece.subject)
+        for name, dtype in piece.subject.encoded.items():
+            if name in in_slot:
+                in_slot = {**in_slot, name: decode(in_slot[name], dtype)}
         if piece.is_slice:
             before = self._own_before(piece)
             return {n: in_slot[n] if n in in_slot else _slice_value(value, piece) for n, value in before.items()}
@@ -229,6 +236,8 @@ class Lender:
                 self._drop_state(lent)
             if after is None or (lent.piece.is_slice and not after):
                 continue
+            if lent.piece.subject.encoded:
+                after = loan.state[lent.stand_in] = self._encoded(lent, after)
             moved += self._take_back_entries(loan, lent, after, slot, ring)
         if loan.chunk.is_coupled:
             self._state.update({key: value for key, value in loan.state.items() if not _is_parameter(key)})
@@ -314,6 +323,19 @@ class Lender:
             self._drop_removed(lent, own, after)
         return moved
 
+    def _encoded(self, lent: Lent, entries: Entries) -> Entries:
+        """The state that the update left, encoded where it is so at rest: in the slot, if it was there."""
+        piece, after = lent.piece, dict(entries)
+        for name in piece.subject.encoded:
+            values = after.get(name)
+            if _may_be_encoded(values, piece):
+                seed, step = self._rounding[piece.subject.group]
+                encoded = encode(values, key_of(seed, step, piece.subject.position, name), piece.start)
+                place = lent.in_slot.get(name)
+                is_alike = place is not None and place.shape == encoded.shape
+                after[name] = place.copy_(encoded) if is_alike and place is not None else encoded
+        return after
+
     def _drop_removed(self, lent: Lent, own: Entries, after: Entries) -> None:
         for name in [name for name in without_master(own, lent.piece.subject) if name not in after]:
             del own[name]
@@ -384,7 +406,8 @@ class Lender:
                 layout = TensorLayout.contiguous(value.dtype, parameter.shape)
             home = self._at_rest.get(parameter, key)
             if home is None or home.layout != layout:
-                wanted.append(Wanted(parameter, key, layout))
+                is_encoded = key in lent.piece.subject.encoded and layout.dtype is ENCODED
+                wanted.append(Wanted(parameter, key, layout, is_encoded))
         if wanted:
             self._at_rest.make(device, wanted)
 
@@ -413,6 +436,12 @@ def _slice_value(value: Any, piece: Piece) -> Any:
     if value.shape == piece.parameter.shape:
         return value.detach().reshape(-1)[piece.start : piece.stop]
     return value.detach().clone()
+
+
+def _may_be_encoded(value: Any, piece: Piece) -> TypeGuard[torch.Tensor]:
+    if not is_strided(value) or value.dtype not in DECODABLE or not is_dense(value):
+        return False
+    return value.device == piece.subject.steps_at and value.numel() == piece.elements
 
 
 def _part(entries: Entries, memory: torch.Tensor) -> None:

@@ -53,7 +53,8 @@ def conform(subject: Subject, entries: Entries) -> None:
         del entries[MASTER]
     for kind in kinds:
         value = entries.get(kind.name)
-        if kind.dtype is None and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
+        is_own = kind.dtype is None and kind.name not in subject.encoded
+        if is_own and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
             entries[kind.name] = value.to(subject.stepped_dtype)
 
 
@@ -64,8 +65,10 @@ def without(subject: Subject) -> Subject:
 
 def plain_dtype(subject: Subject, name: Any, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the plain optimizer would have this state tensor, which is of ``dtype`` here."""
-    kinds = {kind.name: kind for kind in subject.cutting.kinds_for(subject.parameter)}
-    follows = subject.has_master and name in kinds and kinds[name].dtype is None
+    kinds = {kind.name: kind.dtype for kind in subject.cutting.kinds_for(subject.parameter)}
+    if name in subject.encoded:
+        return kinds[name] or subject.parameter.dtype
+    follows = subject.has_master and name in kinds and kinds[name] is None
     return subject.parameter.dtype if follows else dtype
 
 

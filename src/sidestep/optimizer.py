@@ -394,9 +394,10 @@ class OffloadOptimizer(Optimizer):
         self._collect_own_policies()
         self._arrangement.expect_edits()
         kind = type(self._original)
-        if kind.state_dict is not Optimizer.state_dict:
-            return kind.state_dict(self._original)
-        return super().state_dict()
+        with self._arrangement.decoded():
+            if kind.state_dict is not Optimizer.state_dict:
+                return kind.state_dict(self._original)
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state dict of the plain optimizer or of an offloaded one. Dtypes are kept; nothing goes to the device.

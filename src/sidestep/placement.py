@@ -94,8 +94,10 @@ def _require_built(placement: Placement) -> Placement:
         value = getattr(placement, field)
         if value not in words:
             raise NotYetError(f'Placement({field}="{value}") is not built yet; {field} can be {_either(words)} today')
-    if placement.state_dtype is not None:
-        raise NotYetError("Placement(state_dtype=...) is not built yet; leave it None")
+    if placement.state_dtype not in (None, torch.bfloat16):
+        raise NotYetError(
+            f"Placement(state_dtype={placement.state_dtype}) is not built yet; it can be torch.bfloat16 or None today"
+        )
     return placement
 
 

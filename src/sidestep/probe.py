@@ -31,7 +31,7 @@ from sidestep.twins import (
     steps_of,
     undisturbed,
 )
-from sidestep.wrapped import Group, Update, own_update
+from sidestep.wrapped import ROUNDING, Group, Update, own_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,5 +327,5 @@ def _setting_signature(value: Any) -> str:
     return repr(value)
 
 
-UNIMPORTANT = ("params", "lr", "initial_lr", "param_names", "name")
+UNIMPORTANT = ("params", "lr", "initial_lr", "param_names", "name", ROUNDING)
 """Group entries that do not bear on how the group may be cut."""

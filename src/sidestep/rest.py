@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sidestep.chunks import Chunk, Piece, Subject, aligned
+from sidestep.engine.codecs import DECODABLE, ENCODED
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
@@ -22,6 +23,7 @@ class Wanted:
     parameter: torch.nn.Parameter
     key: Key
     layout: TensorLayout
+    is_encoded: bool = False
 
 
 class StateAtRest:
@@ -57,7 +59,7 @@ class StateAtRest:
         slab = self._store.allocate(device, end)
         for item, offset in zip(wanted, offsets, strict=True):
             self.drop(item.parameter, item.key)
-            home = Home(slab, offset, item.layout, slab.tensor(offset, item.layout))
+            home = Home(slab, offset, item.layout, slab.tensor(offset, item.layout), item.is_encoded)
             self.homes.setdefault(item.parameter, {})[item.key] = home
 
     def make_early(self, device: Device | None, subjects: Sequence[Subject]) -> None:
@@ -67,7 +69,7 @@ class StateAtRest:
             CapacityError: the host has no room.
         """
         wanted = [
-            Wanted(subject.parameter, name, _layout_like(subject, dtype))
+            Wanted(subject.parameter, name, _layout_like(subject, dtype), name in subject.encoded)
             for subject in subjects
             for name, dtype in subject.predicted
             if self.get(subject.parameter, name) is None
@@ -147,7 +149,7 @@ class StateAtRest:
         for subject, key, value in strangers:
             home, layout = self.get(subject.parameter, key), home_layout(value, subject)
             if home is None or home.layout != layout:
-                wanted.append(Wanted(subject.parameter, key, layout))
+                wanted.append(Wanted(subject.parameter, key, layout, key in subject.encoded))
         if wanted:
             self.make(device, wanted)
         for subject, key, value in strangers:
@@ -180,8 +182,10 @@ class StateAtRest:
         """
         for key, home in list(self.homes.get(subject.parameter, {}).items()):
             is_apt = home.layout == home_layout(home.tensor, subject)
-            if not is_apt or home.slab.is_for_host != subject.is_host_stepped:
-                put(state, {key: home.tensor.clone()})
+            is_decoded = home.is_encoded and key not in subject.encoded
+            if not is_apt or is_decoded or home.slab.is_for_host != subject.is_host_stepped:
+                dtype = dtype_of(subject, key) if is_decoded else home.layout.dtype
+                put(state, {key: home.tensor.to(dtype, copy=True)})
                 self.drop(subject.parameter, key)
 
     def evict_strangers(self, state: dict[torch.Tensor, Entries]) -> None:
@@ -238,6 +242,20 @@ def _layout_like(subject: Subject, dtype: torch.dtype) -> TensorLayout:
     if subject.is_sliceable or not is_dense(parameter):
         return TensorLayout.contiguous(dtype, parameter.shape)
     return TensorLayout(dtype, parameter.shape, parameter.stride())
+
+
+def dtype_of(subject: Subject, key: Key) -> torch.dtype:
+    """The dtype in which the optimizer knows an entry that is encoded at rest, or was."""
+    kinds = {kind.name: kind.dtype for kind in subject.cutting.kinds_for(subject.parameter)}
+    return kinds.get(key if isinstance(key, str) else "") or subject.stepped_dtype
+
+
+def encode_strangers(subject: Subject, entries: Entries) -> None:
+    """State that somebody has loaded, made or put there, and that is encoded at rest, rounded to the nearest."""
+    for name in subject.encoded:
+        value = entries.get(name)
+        if isinstance(value, torch.Tensor) and value.dtype in DECODABLE and may_rest(value, subject):
+            entries[name] = value.to(ENCODED)
 
 
 def may_rest(value: Any, subject: Subject) -> bool:

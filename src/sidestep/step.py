@@ -22,7 +22,7 @@ from sidestep.engine.threads import host_threads
 from sidestep.gradients import Inbound
 from sidestep.lending import Lender, Loan
 from sidestep.rest import StateAtRest
-from sidestep.wrapped import Group, GroupValues, LentGroup, Update, run_on, whole_of
+from sidestep.wrapped import ROUNDING, Group, GroupValues, LentGroup, Update, run_on, whole_of, without_rounding
 
 
 class Step:
@@ -60,9 +60,12 @@ class Step:
         self._rings = rings
         self._host_rings = host_rings
         self._at_rest = at_rest
+        rounding = {index: tuple(group[ROUNDING]) for index, group in enumerate(self._groups) if ROUNDING in group}
         self._inbound = Inbound([chunk for chunk in self._chunks if not chunk.is_host_stepped])
         unscales = getattr(optimizer, "grad_scale", None) is not None  # fused kernels do, and count no versions
-        self._lender = Lender(optimizer.state, at_rest, self._inbound, inverse_scale, changes_gradients=unscales)
+        self._lender = Lender(
+            optimizer.state, at_rest, self._inbound, inverse_scale, rounding=rounding, changes_gradients=unscales
+        )
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
         self._results: list[Any] = []
         self.has_changed = False
@@ -86,6 +89,8 @@ class Step:
             self._step_chunk(chunk)
         self._update_idle_groups()
         self._values.write_back()
+        if self._is_counted:
+            self._count_rounding()
         self._at_rest.finish()
         for host_ring in self._host_rings.values():
             host_ring.finish()
@@ -123,6 +128,12 @@ class Step:
         for item in loose:
             item.target.copy_(memory_of(item.tensor))
         ring.give_back(slot)
+
+    def _count_rounding(self) -> None:
+        for group in self._groups:
+            if ROUNDING in group:
+                seed, step = group[ROUNDING]
+                group[ROUNDING] = (seed, step + 1)
 
     def _expect(self) -> None:
         on_device = [chunk for chunk in self._chunks if not chunk.is_host_stepped]
@@ -165,7 +176,7 @@ class Step:
     def _update_idle_groups(self) -> None:
         """Groups without any gradient: their state is not touched, but a counter in them may move."""
         if self._idle_groups:
-            groups = {index: dict(self._groups[index]) for index in self._idle_groups}
+            groups = {index: without_rounding(self._groups[index]) for index in self._idle_groups}
             before = {index: dict(group) for index, group in groups.items()}
             self._results.append(run_on(self._optimizer, self._update, list(groups.values()), defaultdict(dict)))
             for index, group in groups.items():

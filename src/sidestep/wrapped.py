@@ -80,6 +80,15 @@ class LentGroup(dict[str, Any]):
         return super().items()
 
 
+ROUNDING = "sidestep_rounding"
+"""The group entry that holds (seed, steps made) where state is rounded stochastically; the optimizer never sees it."""
+
+
+def without_rounding(group: Group) -> Group:
+    """A copy of the group as the optimizer knows it."""
+    return {key: value for key, value in group.items() if key != ROUNDING}
+
+
 class GroupValues:
     """The groups' values as they were before the step, from which every chunk starts, and what the step made of them.
 
@@ -103,7 +112,7 @@ class GroupValues:
 
         ``on_host``: the update runs there, with parameters that are there, which cannot be captured.
         """
-        values = dict(self._groups[index])
+        values = without_rounding(self._groups[index])
         if on_host:
             for key in self._tensor_keys[index]:
                 values[key] = values[key].detach().to("cpu", copy=True)

@@ -39,8 +39,7 @@ def test_a_misspelt_placement_is_told_which_words_exist(keywords: dict[str, Any]
     "placement",
     [
         sidestep.Placement(state="disk"),
-        sidestep.Placement(gradients="host"),
-        sidestep.Placement(state_dtype=torch.bfloat16),
+        sidestep.Placement(state_dtype=torch.float16),
     ],
 )
 def test_what_is_not_built_yet_says_so_by_name(placement: sidestep.Placement) -> None:

@@ -20,6 +20,7 @@ class Home:
     offset_bytes: int
     layout: TensorLayout
     tensor: torch.Tensor
+    is_encoded: bool = False  # the tensor is what a codec made of the optimizer's own
     is_filled: bool = False  # False from its making until the step that makes it has ended
 
     def bytes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:

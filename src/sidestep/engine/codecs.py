@@ -1,0 +1,62 @@
+"""How state is encoded at rest: in bf16, rounded stochastically.
+
+Moments change by little in each step, often by less than half the distance between neighbours in bf16: rounded to the
+nearest, they would stand still. Rounded up or down with the probability that keeps the mean, they follow on average.
+Which way an element goes is a function of the key (seed, step, parameter, entry) and of the element's index, so that a
+resumed run rounds as the one that was not interrupted, however the state is cut and wherever the update runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+ENCODED = torch.bfloat16
+"""The dtype of encoded state."""
+
+DECODABLE = (torch.float32, torch.float64)
+"""The dtypes of state that may be encoded."""
+
+
+def key_of(*parts: object) -> int:
+    """A number of 32 bits (signed) that depends on all of these."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def decode(encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values, exactly, in memory of their own."""
+    return encoded.to(dtype)
+
+
+def encode(values: torch.Tensor, key: int, start: int = 0) -> torch.Tensor:
+    """``values`` rounded stochastically to bf16; what bf16 can represent, and what is not finite, stays as it is.
+
+    Args:
+        values: a dense tensor in fp32, or in fp64, which is rounded to the nearest in fp32 first.
+        key: of this tensor in this step.
+        start: index of the first element, if it is a slice of the parameter's state.
+    """
+    values = values.to(torch.float32)
+    flat = values.as_strided((values.numel(),), (1,), values.storage_offset())  # in the order of memory
+    rounded = (flat.view(torch.int32) + random_bits(flat.numel(), key, start, flat.device)) & -0x10000
+    finite = torch.where(torch.isfinite(flat), rounded.view(torch.float32), flat)
+    encoded = torch.empty_strided(values.shape, values.stride(), dtype=ENCODED, device=values.device)
+    encoded.as_strided((values.numel(),), (1,), 0).copy_(finite)
+    return encoded
+
+
+def random_bits(count: int, key: int, start: int, device: torch.device) -> torch.Tensor:
+    """16 random bits for each of the elements [start, start + count), (count,) int32.
+
+    The index is mixed with the key by a bijection of 32-bit words, in the form "xor a shift, multiply, …"; the
+    constants are those that Chris Wellons found by search for the least bias ("Prospecting for hash functions", 2018).
+    """
+    first = (start + 2**31) % 2**32 - 2**31
+    bits = torch.arange(count, dtype=torch.int32, device=device).add_(first)  # wraps around
+    bits.bitwise_xor_(key)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+        bits.bitwise_xor_((bits >> shift) & (2 ** (32 - shift) - 1))
+        bits.mul_(factor)
+    return bits.bitwise_and_(0xFFFF)
