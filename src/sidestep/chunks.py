@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sidestep.engine.codecs import DECODABLE, ENCODED
 from sidestep.errors import CapacityError
 from sidestep.leaves import PLAIN_TENSORS, is_dense
 from sidestep.placement import Placement
@@ -24,6 +23,12 @@ MASTER = "master"
 
 SHORT_DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes of parameters that may have a master."""
+
+ENCODED = torch.bfloat16
+"""The dtype of encoded state."""
+
+DECODABLE = (torch.float32, torch.float64)
+"""The dtypes of state that may be encoded."""
 
 ALIGNMENT_BYTES = 256
 """State tensors start at multiples of this, in slabs and in slots alike, so that both have one layout."""

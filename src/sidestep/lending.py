@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
-from sidestep.chunks import ALIGNMENT_BYTES, MASTER, Chunk, Piece, aligned
-from sidestep.engine.codecs import DECODABLE, ENCODED, decode, encode, key_of
+from sidestep.chunks import ALIGNMENT_BYTES, DECODABLE, ENCODED, MASTER, Chunk, Piece, aligned
+from sidestep.engine.codecs import decode, encode, key_of
 from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostRing, HostSlot
 from sidestep.engine.slots import Loose, Ring, Slot

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sidestep.chunks import Chunk, Piece, Subject, aligned
-from sidestep.engine.codecs import DECODABLE, ENCODED
+from sidestep.chunks import DECODABLE, ENCODED, Chunk, Piece, Subject, aligned
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of

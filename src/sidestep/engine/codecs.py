@@ -12,11 +12,7 @@ import hashlib
 
 import torch
 
-ENCODED = torch.bfloat16
-"""The dtype of encoded state."""
-
-DECODABLE = (torch.float32, torch.float64)
-"""The dtypes of state that may be encoded."""
+from sidestep.chunks import ENCODED
 
 
 def key_of(*parts: object) -> int:
