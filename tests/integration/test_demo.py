@@ -69,7 +69,7 @@ def test_the_model_learns(demo: Demo) -> None:
 
 
 def test_state_is_on_the_device_or_on_the_host(demo: Demo) -> None:
-    plain, offloaded, *_ = zip(demo.numbers("state, at rest"), demo.numbers("state, pinned"), strict=True)
+    plain, offloaded, *_ = zip(demo.numbers("state, at rest"), demo.numbers("pinned"), strict=True)
     assert plain[0] > 0
     assert plain[1] == 0
     assert offloaded[0] < 0.1 * plain[0]  # small state tensors stay
@@ -91,6 +91,35 @@ def test_at_its_usual_size_the_ring_is_small_beside_the_state(tmp_path: Path) ->
     usual = Demo(CliRunner().invoke(app, ["demo", *options]), tmp_path / "memory.png")
     plain, offloaded, *_ = map(sum, zip(usual.numbers("state, peak"), usual.numbers("staging, peak"), strict=True))
     assert offloaded <= 0.25 * plain
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+def test_exact_precisions_are_identical(tmp_path: Path, precision: str, gradients: str) -> None:
+    demo = run_demo(tmp_path, "--precision", precision, "--gradients", gradients)
+    assert demo.result.exit_code == 0, demo.result.output
+    assert demo.cells("identical to plain") == ["yes", "yes"]
+    plain, offloaded, *_ = demo.numbers("gradients, to host")
+    assert plain == 0
+    assert (offloaded > 0) is (gradients == "host")
+
+
+def test_masters_are_state_that_rests_on_the_host(tmp_path: Path) -> None:
+    demo = run_demo(tmp_path, "--precision", "bf16-masters")
+    plain, offloaded, *_ = demo.numbers("state, at rest")
+    assert plain > 5 * demo.numbers("parameters")[0], "two moments and a master, in fp32, of bf16 parameters"
+    assert offloaded < 0.1 * plain
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_rounded_state_is_compared_by_losses(tmp_path: Path, gradients: str) -> None:
+    demo = run_demo(tmp_path, "--precision", "bf16-state", "--gradients", gradients)
+    assert demo.result.exit_code == 0, demo.result.output
+    assert "identical to plain" not in demo.result.output
+    assert all(abs(float(cell.rstrip("%"))) < 1 for cell in demo.cells("loss beside plain's"))
+    assert "the held-out losses differ by" in demo.prose
+    plain_bytes, pinned = demo.numbers("state, at rest")[0], demo.numbers("pinned")[1]
+    assert pinned < 0.7 * plain_bytes + (demo.numbers("gradients, peak")[0] if gradients == "host" else 0)
 
 
 def test_simulated_times_are_called_that(demo: Demo) -> None:
@@ -171,6 +200,8 @@ def test_a_difference_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--width", "100"], "not a multiple of 64"),
         (["--steps", "1"], "--steps"),
         (["--device", "abacus"], "abacus"),
+        (["--precision", "fp7"], "fp7"),
+        (["--gradients", "elsewhere"], "elsewhere"),
         (["--chart", "no-such-folder/memory.png"], "no folder no-such-folder"),
     ],
 )
@@ -198,6 +229,7 @@ def test_help_names_every_option() -> None:
     result = CliRunner(env={"COLUMNS": "120", "TERMINAL_WIDTH": "120"}).invoke(app, ["demo", "--help"])
     assert result.exit_code == 0
     names = ("text", "steps", "batch", "context", "layers", "width", "seed", "chart", "device")
+    names += ("precision", "gradients")
     assert all(f"--{name}" in result.output for name in names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import sidestep
+from sidestep.cli.by_hand import MastersByHand, Stepping
 from sidestep.cli.devices import Venue
 from sidestep.cli.gauge import Bytes, Gauge
 from sidestep.cli.gpt import GPT, GPTShape, next_byte_loss
@@ -30,6 +32,35 @@ Progress = Callable[["Recipe", int, float | None], None]
 """Called after each step with the run's recipe, the steps done, and the training loss where it was read."""
 
 
+class Precision(str, enum.Enum):
+    """In which dtypes the demo trains."""
+
+    fp32 = "fp32"
+    bf16_masters = "bf16-masters"
+    bf16_state = "bf16-state"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the offloaded runs must equal the plain ones."""
+        return self is not Precision.bf16_state
+
+    @property
+    def meaning(self) -> str:
+        """In words."""
+        return {
+            Precision.fp32: "parameters and state in fp32",
+            Precision.bf16_masters: "bf16 parameters with fp32 masters, which the plain runs keep by hand",
+            Precision.bf16_state: "parameters in fp32; offloaded state in bf16 at rest, rounded stochastically",
+        }[self]
+
+
+class Place(str, enum.Enum):
+    """Where gradients rest in the offloaded runs."""
+
+    device = "device"
+    host = "host"
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What all four runs share. ``batch`` is in windows of ``shape.context`` bytes."""
@@ -38,6 +69,8 @@ class Settings:
     batch: int
     shape: GPTShape
     seed: int
+    precision: Precision = Precision.fp32
+    gradients: Place = Place.device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +100,7 @@ class Run:
         most: the most device bytes of each category: at these moments, or for offloaded state and staging, ever.
         peak_bytes: the most device memory of all categories together at any time while training.
         pinned_bytes, pageable_bytes: host memory of the offloaded state, at most.
-        to_device_bytes, to_host_bytes: state moved per step.
+        to_device_bytes, to_host_bytes: state moved per step; ``gradients_…``: gradients.
     """
 
     recipe: Recipe
@@ -80,16 +113,20 @@ class Run:
     pageable_bytes: int
     to_device_bytes: float
     to_host_bytes: float
+    gradients_to_device_bytes: float
+    gradients_to_host_bytes: float
     seconds_per_step: float
 
 
 def run_all(settings: Settings, text: Text, venue: Venue, progress: Progress) -> list[Run]:
     """The four runs, in the order of ``RECIPES``."""
-    runs = []
-    for recipe in RECIPES:
-        with venue.open() as device:
-            runs.append(_run(settings, text, recipe, device, progress))
-    return runs
+    return [run_one(settings, text, venue, recipe, progress) for recipe in RECIPES]
+
+
+def run_one(settings: Settings, text: Text, venue: Venue, recipe: Recipe, progress: Progress | None = None) -> Run:
+    """One run, on a fresh device."""
+    with venue.open() as device:
+        return _run(settings, text, recipe, device, progress or (lambda *_: None))
 
 
 def pairs(runs: list[Run]) -> Iterator[tuple[Run, Run]]:
@@ -103,12 +140,17 @@ def identical(plain: Run, offloaded: Run) -> bool:
     return all(map(torch.equal, plain.parameters, offloaded.parameters))
 
 
+def loss_change(plain: Run, offloaded: Run) -> float:
+    """By how much the held-out loss after training differs, relative to plain's."""
+    return offloaded.losses[1] / plain.losses[1] - 1
+
+
 def _run(settings: Settings, text: Text, recipe: Recipe, device: Device, progress: Progress) -> Run:
     torch.manual_seed(settings.seed)
     model = GPT(settings.shape).to(device.address)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    if recipe.offloaded:
-        optimizer = sidestep.offload(optimizer)
+    if settings.precision is Precision.bf16_masters:
+        model.to(torch.bfloat16)
+    optimizer = _optimizer_of(model, settings, recipe)
 
     gauge = Gauge(device, model, optimizer)
     loss_before = _held_out_loss(model, text, settings, device)
@@ -126,15 +168,29 @@ def _run(settings: Settings, text: Text, recipe: Recipe, device: Device, progres
         peak_bytes=peak_bytes,
         pinned_bytes=_most(report, "pinned"),
         pageable_bytes=_most(report, "pageable"),
-        to_device_bytes=report.moved_bytes["to_device"] / settings.steps if report else 0,
-        to_host_bytes=report.moved_bytes["to_host"] / settings.steps if report else 0,
+        to_device_bytes=_moved(report, "to_device", settings),
+        to_host_bytes=_moved(report, "to_host", settings),
+        gradients_to_device_bytes=_moved(report, "gradients_to_device", settings),
+        gradients_to_host_bytes=_moved(report, "gradients_to_host", settings),
         seconds_per_step=seconds_per_step,
     )
 
 
+def _optimizer_of(model: GPT, settings: Settings, recipe: Recipe) -> Stepping:
+    masters = torch.float32 if settings.precision is Precision.bf16_masters else None
+    if masters and not recipe.offloaded:
+        return MastersByHand(model.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if not recipe.offloaded:
+        return optimizer
+    encoded = torch.bfloat16 if settings.precision is Precision.bf16_state else None
+    placement = sidestep.Placement(gradients=settings.gradients.value, master=masters, state_dtype=encoded)
+    return sidestep.offload(optimizer, placement)
+
+
 def _train(
     model: GPT,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Stepping,
     text: Text,
     settings: Settings,
     recipe: Recipe,
@@ -143,7 +199,9 @@ def _train(
     progress: Progress,
 ) -> float:
     """The training loop, as anybody would write it. Returns seconds per step, without the measured ones."""
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps) if recipe.scheduled else None
+    stepped = optimizer.optimizer if isinstance(optimizer, MastersByHand) else optimizer
+    assert isinstance(stepped, torch.optim.Optimizer)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(stepped, settings.steps) if recipe.scheduled else None
     start = 0.0
     batches = text.batches(settings.steps, settings.batch, settings.shape.context, settings.seed)
     for done, tokens in enumerate(batches):
@@ -170,7 +228,7 @@ def _train(
     return (_time_when_finished(model, optimizer) - start) / (settings.steps - MEASURED_STEPS)
 
 
-def _time_when_finished(model: GPT, optimizer: torch.optim.Optimizer) -> float:
+def _time_when_finished(model: GPT, optimizer: Stepping) -> float:
     """Seconds on a monotonic clock, once the device has updated the parameters and all state is at rest."""
     if isinstance(optimizer, sidestep.OffloadOptimizer):
         optimizer.synchronize()
@@ -188,6 +246,10 @@ def _most_of_state(report: sidestep.Report | None) -> Bytes:
     if report is None:
         return {}
     return {category: report.device_bytes[category].peak or 0 for category in ("state", "staging")}
+
+
+def _moved(report: sidestep.Report | None, direction: str, settings: Settings) -> float:
+    return 0 if report is None else report.moved_bytes[direction] / settings.steps
 
 
 def _most(report: sidestep.Report | None, category: str) -> int:

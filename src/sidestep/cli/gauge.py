@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import sidestep
+from sidestep.cli.by_hand import Stepping
 from sidestep.engine.device import Device, device_at
 
 CATEGORIES = ("parameters", "gradients", "activations", "state", "staging")
@@ -23,7 +24,7 @@ class Gauge:
     ``activations`` is the rest of what the device's allocator has handed out.
     """
 
-    def __init__(self, device: Device, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, device: Device, model: torch.nn.Module, optimizer: Stepping) -> None:
         self._device = device
         self._parameters = list(model.parameters())
         self._optimizer = optimizer
@@ -32,23 +33,20 @@ class Gauge:
 
     def read(self, moment: str) -> None:
         """Keep what the device holds now under the name ``moment``. Waits for nothing."""
-        state_bytes, staging_bytes = self._state_and_staging()
-        now = {
-            "parameters": _device_bytes(self._parameters),
-            "gradients": _device_bytes(parameter.grad for parameter in self._parameters),
-            "activations": 0,
-            "state": state_bytes,
-            "staging": staging_bytes,
-        }
+        now = {"parameters": _device_bytes(self._parameters), "activations": 0, **self._of_the_optimizer()}
         now["activations"] = max(0, self._device.memory().allocated_bytes - sum(now.values()))
         self.moments[moment] = now
         self.most = {category: max(self.most[category], now[category]) for category in CATEGORIES}
 
-    def _state_and_staging(self) -> tuple[int, int]:
+    def _of_the_optimizer(self) -> Bytes:
         if isinstance(self._optimizer, sidestep.OffloadOptimizer):
             report = self._optimizer.report()  # reading its state would wait for what is on its way
-            return report.device_bytes["state"].now, report.device_bytes["staging"].now
-        return _device_bytes(value for entry in self._optimizer.state.values() for value in entry.values()), 0
+            return {category: report.device_bytes[category].now for category in ("gradients", "state", "staging")}
+        return {
+            "gradients": _device_bytes(parameter.grad for parameter in self._parameters),
+            "state": _device_bytes(value for entry in self._optimizer.state.values() for value in entry.values()),
+            "staging": 0,
+        }
 
 
 def _device_bytes(values: Iterable[Any]) -> int:
