@@ -126,6 +126,7 @@ PRODUCERS = {
     sites.FORWARD_WAITS_RETURNED: "fetch",
     sites.HOST_READS_OUTBOUND: "evict",
     sites.DEPARTURE_WAITS_GRADIENT: "current",
+    sites.DEPARTURE_WAITS_ARRIVAL: "fetch",
     sites.BACKWARD_WAITS_DEPARTURE: "evict",
     sites.ARRIVAL_WAITS_DEPARTURE: "evict",
     sites.ARRIVAL_WAITS_MEMORY: "current",

@@ -282,6 +282,9 @@ POLICIES: dict[str, Any] = {
     "large": sidestep.Placement(min_elements=1000),
     "matrices": matrices,
     "nothing": RESIDENT,
+    "host step": sidestep.Placement(step="host", min_elements=MIN_ELEMENTS),
+    "gradients": sidestep.Placement(gradients="host", min_elements=MIN_ELEMENTS),
+    "all of it": sidestep.Placement(step="host", gradients="host", min_elements=MIN_ELEMENTS),
 }
 OWN: dict[str, Any] = {
     "unset": None,

@@ -29,7 +29,8 @@ from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
 from sidestep.gradients import GradientsOnHost, OffloadedGradient, is_offloaded
-from sidestep.leaves import Key, put, storage_of, tensor_at, tensors_of
+from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
+from sidestep.lending import Scaling
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, may_rest, to_device
 from sidestep.step import Step
@@ -88,10 +89,10 @@ class Arrangement:
 
     # Steps.
 
-    def step(self, closure: Callable[[], Any] | None = None, inverse_scale: torch.Tensor | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, scaling: Scaling | None = None) -> Any:
         """One step of the wrapped optimizer; ``check_usable`` comes first. Each chunk's update gets ``closure``.
 
-        ``inverse_scale`` is what gradients are multiplied with first, where there are masters; ``None``: nothing.
+        ``scaling`` says how gradients are unscaled first, where ``handles_scale``; ``None``: they are not scaled.
         Returns what the first of these updates returned.
 
         Raises:
@@ -102,9 +103,9 @@ class Arrangement:
         due = self._due()
         self._make_homes(due)
         self._bring_views_of_gradients()
-        result = self._run(own_update(type(self.optimizer), closure), due, counted=True, inverse_scale=inverse_scale)
-        if inverse_scale is not None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            self._unscale_gradients(inverse_scale)
+        result = self._run(own_update(type(self.optimizer), closure), due, counted=True, scaling=scaling)
+        if scaling is not None and scaling.divides:
+            self._unscale_gradients(scaling)
         self.gradients.settle()
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
@@ -137,12 +138,11 @@ class Arrangement:
             self.forget_plan()
             self.prepare()
 
-    def _unscale_gradients(self, inverse_scale: torch.Tensor) -> None:
+    def _unscale_gradients(self, scaling: Scaling) -> None:
         """Leave gradients as the optimizer would have, had it been given the scaled ones."""
         for parameter in parameters_of(self.optimizer.param_groups):
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                scale = inverse_scale.to(parameter.grad.device)
-                torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], torch.zeros_like(scale), scale)
+                parameter.grad.copy_(scaling.unscaled(parameter.grad))
 
     def _bring_views_of_gradients(self) -> None:
         """Somebody may have assigned a view of an offloaded gradient: an ordinary tensor will do."""
@@ -167,7 +167,7 @@ class Arrangement:
         chunks: list[Chunk],
         *,
         counted: bool = False,
-        inverse_scale: torch.Tensor | None = None,
+        scaling: Scaling | None = None,
     ) -> Any:
         busy = {group for chunk in chunks for group in chunk.groups}
         idle_groups = [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
@@ -180,7 +180,7 @@ class Arrangement:
             self.host_rings,
             self.at_rest,
             is_counted=counted,
-            inverse_scale=inverse_scale,
+            scaling=scaling,
         )
         self._unfinished = step
         try:
@@ -375,6 +375,7 @@ class Arrangement:
         return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now(structure))]
 
     def _replan(self) -> None:
+        self._planned = None  # if it is refused, the last plan is no more
         self.land()
         self._check_sparse_gradients()
         self.subjects = list(self._make_subjects())
@@ -437,8 +438,10 @@ class Arrangement:
 
     def warn_of_rounding(self) -> None:
         """Warn, once, of 16-bit parameters that have no master."""
-        if not self._has_warned:
-            self._has_warned = masters.warn_of_rounding(self.subjects or self._make_subjects())
+        short = [] if self._has_warned else masters.rounded(self.subjects or self._make_subjects())
+        if short:
+            self._has_warned = True
+            masters.warn_of_rounding(short)
 
     def _seed_rounding(self) -> None:
         for subject in self.subjects:
@@ -629,15 +632,22 @@ class Arrangement:
         """All state to its parameter's device, until it is edited or planned anew; ``for_good`` without masters."""
         self.land()
         state = self.optimizer.state
-        near = {s.parameter: dict(self._near(s, for_good=for_good)) for s in self.subjects if s.parameter in state}
-        for subject in self.subjects:
-            if subject.parameter in state:
-                put(state[subject.parameter], near[subject.parameter])
-                self.at_rest.drop_all(subject.parameter)
-                bring_near(on_device(subject), state[subject.parameter])
-                if for_good:
-                    self.optimizer.param_groups[subject.group].pop(ROUNDING, None)
-                    masters.conform(masters.without(subject), state[subject.parameter])
+        stateful = [subject for subject in self.subjects if isinstance(state.get(subject.parameter), dict)]
+        near = [self._entries_on_device(subject, for_good=for_good) for subject in stateful]
+        for subject, entries in zip(stateful, near, strict=True):  # from here on nothing can fail
+            state[subject.parameter].clear()
+            state[subject.parameter].update(entries)
+            self.at_rest.drop_all(subject.parameter)
+            if for_good:
+                self.optimizer.param_groups[subject.group].pop(ROUNDING, None)
+
+    def _entries_on_device(self, subject: Subject, *, for_good: bool) -> Entries:
+        entries = dict(self.optimizer.state[subject.parameter])
+        put(entries, dict(self._near(subject, for_good=for_good)))
+        if for_good:
+            masters.conform(masters.without(subject), entries)
+        bring_near(on_device(subject), entries)
+        return entries
 
     def _near(self, subject: Subject, *, for_good: bool) -> Iterator[tuple[Key, torch.Tensor]]:
         """Copies on the device of the parameter's state at rest."""
@@ -652,7 +662,7 @@ class Arrangement:
 
     def close(self) -> None:
         """Give back the rings' memory, and the gradients."""
-        self.gradients.bring_back()
+        self.gradients.bring_back(parameters_of(self.optimizer.param_groups))
         for address in list(self.rings):
             self._close_ring(address)
         while self.host_rings:

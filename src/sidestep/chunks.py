@@ -106,13 +106,21 @@ class Subject:
         decoded = {kind.name: kind.dtype or self.stepped_dtype for kind in kinds}
         return {name: dtype for name, dtype in decoded.items() if dtype in DECODABLE}
 
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether its gradient rests on the host."""
+        is_large = self.parameter.numel() >= self.placement.min_elements
+        return self.is_on_device and is_large and self.placement.gradients == "host"
+
     @functools.cached_property
     def itemsizes(self) -> list[int]:
-        """Bytes of an element of each tensor in a slot: of its state, or, on the host, of its values and gradient."""
+        """Bytes of an element of each tensor that an update needs: what is in a slot, and what is brought beside it."""
         if self.is_host_stepped:
             return [self.parameter.dtype.itemsize, self.parameter.dtype.itemsize]
-        decoded = [dtype.itemsize for dtype in self.encoded.values()]  # beside the slot, while the update runs
-        return [dtype.itemsize for _, dtype in self.predicted] + decoded
+        beside = [dtype.itemsize for dtype in self.encoded.values()]  # decoded, while the update runs
+        if self.sends_gradient:
+            beside.append(self.parameter.dtype.itemsize)
+        return [dtype.itemsize for _, dtype in self.predicted] + beside
 
     @property
     def bytes_per_element(self) -> int:
@@ -193,10 +201,10 @@ class Chunk:
         """Whether its update runs on the host. A chunk's pieces are alike in that."""
         return bool(self.pieces) and self.pieces[0].subject.is_host_stepped
 
-    @property
-    def pieces_due(self) -> list[Piece]:
-        """The pieces that the update may change: those that have a gradient now, or all."""
-        return [piece for piece in self.pieces if self.is_always_due or piece.parameter.grad is not None]
+    def pieces_due(self, *, all_due: bool) -> list[Piece]:
+        """The pieces that the update may change: those that have a gradient now; or all, if not only a step may."""
+        is_due = all_due or self.is_always_due
+        return [piece for piece in self.pieces if is_due or piece.parameter.grad is not None]
 
     @functools.cached_property
     def state_bytes(self) -> int:

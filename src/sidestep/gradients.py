@@ -9,6 +9,8 @@ host, by the same operation in the same dtype; so every number is that of a grad
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -21,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sidestep.chunks import Chunk, Piece
-from sidestep.engine.device import Device, device_at
+from sidestep.engine.device import device_at
 from sidestep.engine.stores import HostStore, TensorLayout
 from sidestep.engine.traffic import Traffic
-from sidestep.engine.transit import Arrival, Transit
-from sidestep.leaves import PLAIN_TENSORS, is_dense
+from sidestep.engine.transit import Arrival, Berth, Transit
+from sidestep.leaves import is_dense, is_strided, storage_of
 
 aten = torch.ops.aten
 
@@ -44,23 +46,47 @@ class Noted:
         arguments = tree_map(lambda item: place(item) if isinstance(item, torch.Tensor) else item, self.arguments)
         self.function([tensor] if self.takes_list else tensor, *arguments, **self.keywords)
 
+    def try_on(self, dtype: torch.dtype) -> None:
+        """Raise what the operation raises for gradients of this dtype: tried once on one element, on the host."""
+        kinds = tuple(getattr(item, "dtype", type(item)) for item in tree_flatten(self.arguments)[0])
+        case = (self.function, dtype, kinds)
+        if case not in _TRIED and self.function is not _CHECK_AND_UNSCALE:
+            self.do(torch.ones(1, dtype=dtype, device="cpu"), lambda scalar: torch.ones_like(scalar, device="cpu"))
+            _TRIED.add(case)
+
+
+_TRIED: set[tuple[Any, ...]] = set()
+_QUESTIONS = 4
+
 
 class Shared:
     """What all gradients of an optimizer have in common: what is asked of them, and the numbers they are scaled by."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: HostStore, traffic: Traffic) -> None:
         self.questions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self._copies: deque[tuple[torch.Tensor, int, torch.Tensor]] = deque(maxlen=4)
+        self.limit_bytes = 0
+        self.transits: dict[torch.device, Transit] = {}
+        self._store = store
+        self._traffic = traffic
         self._on_host: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=4)
 
-    def copy_of(self, scalar: torch.Tensor) -> torch.Tensor:
-        """As it is now, whatever its owner does to it later. All gradients are clipped by one number: one copy."""
-        for original, version, copied in self._copies:
-            if original is scalar and version == scalar._version:
-                return copied
-        copied = scalar.detach().clone()
-        self._copies.append((scalar, scalar._version, copied))
-        return copied
+    def transit_at(self, address: torch.device) -> Transit | None:
+        """The way between the device there and the host; ``None`` where it is the host."""
+        device = device_at(address)
+        if device is None:
+            return None
+        if address not in self.transits:
+            self.transits[address] = Transit(device, self._store, self._traffic, self.limit_bytes)
+        transit = self.transits[address]
+        transit.limit_bytes = self.limit_bytes
+        return transit
+
+    def ask(self, key: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on compute this of each gradient that leaves. The questions that were last asked are kept."""
+        self.questions.pop(key, None)
+        self.questions[key] = compute
+        while len(self.questions) > _QUESTIONS:
+            del self.questions[next(iter(self.questions))]
 
     def on_host(self, scalar: torch.Tensor) -> torch.Tensor:
         """The same number on the host, for which the host waits once."""
@@ -73,50 +99,80 @@ class Shared:
 
 
 class Content:
-    """One gradient at rest on the host, with what is still to be done to it and what is known of it."""
+    """One gradient at rest on the host, with what is still to be done to it and what is known of it.
 
-    def __init__(self, shared: Shared, transit: Transit, tensor: torch.Tensor) -> None:
-        self._shared = shared
-        self.transit = transit
+    If its parameter has moved to the host since, the content is at hand.
+    """
+
+    def __init__(self, shared: Shared, tensor: torch.Tensor) -> None:
+        """``tensor``: dense."""
+        self.shared = shared
         self.layout = TensorLayout.of(tensor)
         self.address = tensor.device
         self.dispatched_to = torch._C.TensorBase.device.__get__(tensor)  # what torch itself takes for its address
-        self.berth = transit.berth(tensor.nbytes)
         self.noted: list[Noted] = []
         self._facts: dict[str, torch.Tensor] = {}
-        weakref.finalize(self, transit.give_back, self.berth).atexit = False
+        self._transit = shared.transit_at(tensor.device)
+        self._at_hand: torch.Tensor | None = None
+        self._berth: Berth | None = None
+        if self._transit is not None:
+            self._berth = self._transit.berth(tensor.nbytes)
+            weakref.finalize(self, self._transit.give_back, self._berth).atexit = False
         self.put(tensor)
+
+    @property
+    def _way(self) -> tuple[Transit, Berth] | None:
+        """Between the device and the memory on the host; ``None`` if the content is at hand."""
+        return None if self._transit is None or self._berth is None else (self._transit, self._berth)
 
     def put(self, tensor: torch.Tensor) -> None:
         """``tensor``, dense and of the layout, on the device, is the content from now on; its memory is given up."""
+        facts = {key: compute(tensor) for key, compute in self.shared.questions.items()}
+        if self._way is None:
+            self._at_hand = tensor
+        else:
+            transit, berth = self._way
+            transit.send(tensor, berth)
         self.noted.clear()
-        self._facts = {key: compute(tensor) for key, compute in self._shared.questions.items()}
-        self.transit.send(tensor, self.berth)
+        self._facts = facts
 
     def bring(self) -> torch.Tensor:
         """A copy on the device, with all that was noted done."""
+        if self._way is None:
+            assert self._at_hand is not None
+            return self.finished(self._at_hand.clone())
         if self.is_zero:
-            return self.finished(self.empty(self.layout))
-        return self.finished(self.transit.finish(self.transit.begin(self.berth, self.layout)))
+            return self.finished(self._empty(self.layout))
+        transit, berth = self._way
+        return self.finished(transit.finish(transit.begin(berth, self.layout)))
 
     def begin(self, piece: Piece) -> Arrival | None:
         """Fetch a piece of it, flat if it is a slice; ``None`` where it must be brought whole, or not at all."""
-        if self.is_zero or (piece.is_slice and not self._is_contiguous):
+        if self._way is None or self.is_zero or (piece.is_slice and not self._is_contiguous):
             return None
-        return self.transit.begin(self.berth, self._layout_of(piece), self._start_of(piece))
+        transit, berth = self._way
+        return transit.begin(berth, self._layout_of(piece), self._start_of(piece))
 
     def finish(self, piece: Piece, arrival: Arrival | None) -> torch.Tensor:
         """The piece on the device, with all that was noted done."""
-        if arrival is not None:
-            return self.finished(self.transit.finish(arrival))
-        return self.finished(self.empty(self._layout_of(piece))) if self.is_zero else piece.part_of(self.bring())
+        if arrival is not None and self._transit is not None:
+            return self.finished(self._transit.finish(arrival))
+        if self._way is not None and self.is_zero:
+            return self.finished(self._empty(self._layout_of(piece)))
+        return piece.part_of(self.bring())
+
+    def abandon(self, arrival: Arrival | None) -> None:
+        """Nobody will ``finish`` it."""
+        if arrival is not None and self._transit is not None:
+            self._transit.abandon(arrival)
 
     def put_part(self, piece: Piece, tensor: torch.Tensor) -> None:
         """The update has changed a piece of the gradient, or all of it: if one piece then each, the last one last."""
         if not piece.is_slice:
             self.put(tensor)
-        elif self._is_contiguous:
-            self.transit.send(tensor, self.berth, self._start_of(piece))
+        elif self._way is not None and self._is_contiguous:
+            transit, berth = self._way
+            transit.send(tensor.contiguous(), berth, self._start_of(piece))
             if piece.stop == piece.parameter.numel():
                 self.noted.clear()
             self._facts.clear()
@@ -133,10 +189,6 @@ class Content:
     def _start_of(self, piece: Piece) -> int:
         return piece.start * self.layout.dtype.itemsize
 
-    def own(self, arguments: Any) -> Any:
-        """These arguments with copies of their tensors."""
-        return tree_map(lambda x: self._shared.copy_of(x) if isinstance(x, torch.Tensor) else x, arguments)
-
     def finished(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, all of the content or part of it, with what was noted done."""
         for noted in self.noted:
@@ -145,14 +197,28 @@ class Content:
 
     def on_host(self) -> torch.Tensor:
         """The content itself, with all that was noted done for good. Blocks the host until it is there."""
-        tensor = self.layout.view_of(self.transit.read(self.berth))
-        for noted in self.noted:
-            noted.do(tensor, self._shared.on_host)
-        self.noted.clear()
+        if self._way is None:
+            assert self._at_hand is not None
+            tensor = self._at_hand
+        else:
+            transit, berth = self._way
+            tensor = self.layout.view_of(transit.read(berth))
+        while self.noted:
+            self.noted[0].do(tensor, self.shared.on_host)
+            del self.noted[0]
         return tensor
 
+    def forget_facts(self) -> None:
+        """The content was changed where it rests."""
+        self._facts.clear()
+
     def note(self, noted: Noted) -> None:
-        """Do this when the content is next needed."""
+        """Do this when the content is next needed.
+
+        Raises:
+            RuntimeError: as the operation would at once, if it cannot be done in the gradient's dtype.
+        """
+        noted.try_on(self.layout.dtype)
         if noted.function in _ZEROING:
             self.noted.clear()
         self.noted.append(noted)
@@ -165,14 +231,15 @@ class Content:
 
     def fact(self, key: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """What ``compute`` makes of the content. Who asks once asks again: from then on it is found on the way out."""
-        self._shared.questions[key] = compute
+        self.shared.ask(key, compute)
         if key not in self._facts:
             self._facts[key] = compute(self.bring())
         return self._facts[key].clone()
 
-    def empty(self, layout: TensorLayout) -> torch.Tensor:
+    def _empty(self, layout: TensorLayout) -> torch.Tensor:
         """Uninitialised memory on the device."""
-        return layout.view_of(self.transit.device.empty(layout.byte_count))
+        assert self._transit is not None
+        return layout.view_of(self._transit.device.empty(layout.byte_count))
 
 
 class OffloadedGradient(torch.Tensor):
@@ -232,13 +299,19 @@ class OffloadedGradient(torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        if values.shape != self.shape or values.dtype != self.dtype:
-            raise RuntimeError(
-                "this gradient rests on the host and cannot become one of another shape or dtype"
-                f" ({tuple(values.shape)}, {values.dtype}): assign to p.grad instead"
-            )
         with torch.no_grad():
-            self.copy_(values)
+            if (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device):
+                self.copy_(values)
+                return
+            if not self.is_whole or not is_strided(values.detach()):
+                raise RuntimeError(
+                    "this gradient rests on the host, so a view of it cannot become another tensor, nor it one that is"
+                    f" not dense ({type(values).__name__}, {values.layout}): assign to p.grad instead"
+                )
+            dense = values.detach().clone()  # another dtype, or elsewhere, as by model.to(...)
+            other = OffloadedGradient.of(Content(self.content.shared, dense if is_dense(dense) else dense.contiguous()))
+            torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+            self.content = other.content
 
     def tolist(self) -> Any:
         """Its values."""
@@ -247,6 +320,16 @@ class OffloadedGradient(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """As of any tensor on a device."""
         return self.whole().numpy(force=force)
+
+    def __copy__(self) -> torch.Tensor:
+        return OffloadedGradient.of(self.content, self._views)
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        self.data_ptr()
+
+    def share_memory_(self) -> Any:
+        """It has none to share."""
+        self.data_ptr()
 
     def data_ptr(self) -> int:
         """There is none."""
@@ -291,18 +374,21 @@ _CHECK_AND_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gradients = args[0] if args and isinstance(args[0], (list, tuple)) else None
-    if gradients is not None and "_foreach_" in func._schema.name:
-        return _one_by_one(func, list(gradients), args[1:], kwargs)
+    if func.namespace == "c10d" or torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(
+            f"{func} on a gradient that rests on the host would change a copy of it only: do it to"
+            " g = p.grad.clone(), then assign p.grad = g"
+        )
+    if args and isinstance(args[0], (list, tuple)) and "_foreach_" in func._schema.name:
+        return _one_by_one(func, args, kwargs)
     first = args[0] if args else None
     if isinstance(first, OffloadedGradient):
         others = args[1:]
         if first.is_whole and func in _NOTABLE and all(map(_is_scalar, tree_flatten((others, kwargs))[0])):
-            first.content.note(Noted(func, False, first.content.own(others), kwargs))
+            first.content.note(Noted(func, False, _copies(others), kwargs))
             return first
-        if first.is_whole and func in _NORMS:
-            key = f"{func} {others} {kwargs}"
-            return first.content.fact(key, lambda tensor: func(tensor, *others, **kwargs))
+        if first.is_whole and _is_norm(func, others, kwargs):
+            return first.content.fact(f"{func} {others}", lambda tensor: func(tensor, *others, **kwargs))
         if func is aten.detach.default:
             return OffloadedGradient.of(first.content, first._views)
         if _is_view(func):
@@ -310,41 +396,67 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _with_content_at_hand(func, args, kwargs)
 
 
-def _one_by_one(func: Any, gradients: list[Any], others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach operation, on each offloaded gradient by itself, so that they are not all on the device at once."""
-    plain = [index for index, gradient in enumerate(gradients) if not isinstance(gradient, OffloadedGradient)]
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A foreach operation, on what is offloaded one by one, so that it is not all on the device at once."""
+    count = len(args[0])
+    lists = [item for item in (*args, *kwargs.values()) if isinstance(item, (list, tuple)) and len(item) == count]
+    plain = [i for i in range(count) if not any(isinstance(items[i], OffloadedGradient) for items in lists)]
     results: dict[int, Any] = {}
     if plain:
-        made = func([gradients[i] for i in plain], *(_selected(other, plain, gradients) for other in others), **kwargs)
+        made = func(*_selected(args, plain, count), **_selected(kwargs, plain, count))
         results.update(zip(plain, made or [None] * len(plain), strict=True))
-    for index, gradient in enumerate(gradients):
-        if isinstance(gradient, OffloadedGradient):
-            own = tuple(_selected(other, [index], gradients) for other in others)
-            results[index] = _foreach_alone(func, gradient, own, kwargs)
-    listed = [results[index] for index in range(len(gradients))]
+    shared: dict[int, torch.Tensor] = {}
+    for index in range(count):
+        if index not in results:
+            own = _selected(args, [index], count)
+            results[index] = _foreach_alone(func, own, _selected(kwargs, [index], count), shared)
+    listed = [results[index] for index in range(count)]
     return None if all(result is None for result in listed) else listed
 
 
-def _foreach_alone(func: Any, gradient: OffloadedGradient, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    content = gradient.content
-    if gradient.is_whole and func is _CHECK_AND_UNSCALE:
-        _check_and_unscale(content, *others)
-        return None
-    if gradient.is_whole and func in _NOTABLE and all(map(_is_scalar, tree_flatten((others, kwargs))[0])):
-        content.note(Noted(func, True, content.own(others), kwargs))
-        return None
-    if gradient.is_whole and func in _NORMS:
-        key = f"{func} {others} {kwargs}"
-        return content.fact(key, lambda tensor: func([tensor], *others, **kwargs)[0])
-    made = _with_content_at_hand(func, ([gradient], *others), kwargs)
+def _foreach_alone(func: Any, args: Any, kwargs: dict[str, Any], shared: dict[int, torch.Tensor]) -> Any:
+    """On lists of one. ``shared``: copies of scalar tensors that all lists have in common."""
+    (first,), *others = args
+    if isinstance(first, OffloadedGradient) and first.is_whole:
+        content = first.content
+        if func is _CHECK_AND_UNSCALE:
+            found_inf, inverse_scale = others
+            _check_and_unscale(content, found_inf, _copies(inverse_scale, shared))
+            return None
+        if func in _NOTABLE and all(map(_is_scalar, tree_flatten((others, kwargs))[0])):
+            content.note(Noted(func, True, _copies(tuple(others), shared), kwargs))
+            return None
+        if _is_norm(func, tuple(others), kwargs):
+            return content.fact(f"{func} {others}", lambda tensor: func([tensor], *others, **kwargs)[0])
+    made = _with_content_at_hand(func, args, kwargs)
     return None if made is None else made[0]
+
+
+def _copies(arguments: Any, shared: dict[int, torch.Tensor] | None = None) -> Any:
+    """Arguments with copies of their tensors, as they are now, whatever their owner does to them later."""
+    made = {} if shared is None else shared
+
+    def copied(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if id(item) not in made:
+            made[id(item)] = item.detach().clone()
+        return made[id(item)]
+
+    return tree_map(copied, arguments)
+
+
+def _is_norm(func: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a norm of a whole gradient in its own dtype, which can be asked of any other, too."""
+    has_defaults = all(value in (None, False) for value in (*others[1:], *kwargs.values()))
+    return func in _NORMS and has_defaults and isinstance((*others, 2.0)[0], (int, float))
 
 
 def _check_and_unscale(content: Content, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     is_bad = content.fact("not finite", _non_finite)
     found_inf.copy_(torch.maximum(found_inf, is_bad.reshape(found_inf.shape)))
     nobodys = torch.zeros_like(found_inf)
-    content.note(Noted(_CHECK_AND_UNSCALE, True, (nobodys, *content.own([inverse_scale])), {}))
+    content.note(Noted(_CHECK_AND_UNSCALE, True, (nobodys, inverse_scale), {}))
 
 
 def _non_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -352,10 +464,16 @@ def _non_finite(tensor: torch.Tensor) -> torch.Tensor:
     return (~torch.isfinite(tensor)).any().to(torch.float32)
 
 
-def _selected(value: Any, indices: Sequence[int], gradients: list[Any]) -> Any:
-    """Of an argument that has one item for each gradient, these."""
-    is_shared_out = isinstance(value, (list, tuple)) and len(value) == len(gradients)
-    return [value[index] for index in indices] if is_shared_out else value
+def _selected(arguments: Any, indices: Sequence[int], count: int) -> Any:
+    """Arguments of which the lists that have one item for each of ``count`` gradients have these only."""
+
+    def chosen(value: Any) -> Any:
+        is_shared_out = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[index] for index in indices] if is_shared_out else value
+
+    if isinstance(arguments, dict):
+        return {name: chosen(value) for name, value in arguments.items()}
+    return tuple(map(chosen, arguments))
 
 
 def _is_scalar(value: Any) -> bool:
@@ -424,8 +542,12 @@ class Inbound:
         self._begin(chunk)
         if self._upcoming:
             self._begin(self._upcoming[0])
-        arrivals = self._begun.pop(chunk)
-        self._near = {piece: _content_of(piece).finish(piece, arrival) for piece, arrival in arrivals.items()}
+        self._near.clear()
+        arrivals = self._begun[chunk]
+        for piece in list(arrivals):
+            self._near[piece] = _content_of(piece).finish(piece, arrivals[piece])
+            del arrivals[piece]
+        del self._begun[chunk]
 
     def of(self, piece: Piece) -> torch.Tensor:
         """The piece's part of the gradient, on the device, flat if it is a slice; nobody else's memory."""
@@ -435,15 +557,16 @@ class Inbound:
         """The step has failed: keep what is coming from being overwritten."""
         for arrivals in self._begun.values():
             for piece, arrival in arrivals.items():
-                if arrival is not None:
-                    _content_of(piece).transit.abandon(arrival)
+                _content_of(piece).abandon(arrival)
         self._begun.clear()
         self._near.clear()
 
     def _begin(self, chunk: Chunk) -> None:
         if chunk not in self._begun:
-            pieces = [piece for piece in chunk.pieces if is_offloaded(piece.parameter.grad)]
-            self._begun[chunk] = {piece: _content_of(piece).begin(piece) for piece in pieces}
+            arrivals = self._begun[chunk] = {}
+            for piece in chunk.pieces:
+                if is_offloaded(piece.parameter.grad):
+                    arrivals[piece] = _content_of(piece).begin(piece)
 
 
 def is_offloaded(gradient: torch.Tensor | None) -> bool:
@@ -461,11 +584,7 @@ class GradientsOnHost:
     """Takes the gradients of some parameters to the host as backward makes them."""
 
     def __init__(self, store: HostStore, traffic: Traffic) -> None:
-        self.limit_bytes = 0
-        self._shared = Shared()
-        self._store = store
-        self._traffic = traffic
-        self._transits: dict[torch.device, Transit] = {}
+        self._shared = Shared(store, traffic)
         self._hooks = WeakTensorKeyDictionary()
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -482,44 +601,68 @@ class GradientsOnHost:
 
     def depart(self, parameter: torch.nn.Parameter) -> None:
         """Send the gradient that backward has just made out, and let another tensor stand for it."""
-        gradient = parameter.grad
         device = device_at(parameter.device)
-        if device is None or gradient is None or type(gradient) not in PLAIN_TENSORS:
+        if device is None or device.is_capturing() or not is_strided(parameter.grad) or not _is_nobodys(parameter):
             return
-        if gradient.layout is not torch.strided or gradient.requires_grad or device.is_capturing():
+        gradient = parameter.grad
+        if gradient.stride() != parameter.stride() or not is_dense(gradient) or gradient.requires_grad:
             return
-        dense = gradient.detach() if is_dense(gradient) else gradient.detach().contiguous()
-        parameter.grad = None
-        if dense.dtype != parameter.dtype:
-            parameter.grad_dtype = dense.dtype
         with torch.no_grad():
-            content = Content(self._shared, self._transit(device), dense)
+            content = Content(self._shared, gradient.detach().resolve_conj().resolve_neg())
+        parameter.grad = None
+        if content.layout.dtype != parameter.dtype:
+            parameter.grad_dtype = content.layout.dtype
         parameter.grad = OffloadedGradient.of(content)
 
-    def bring_back(self) -> None:
-        """Every gradient is an ordinary one again, and all later ones are."""
-        for parameter in list(self._hooks):
+    def bring_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Every gradient of these is an ordinary one again, and all later ones are."""
+        for parameter in parameters:
             if isinstance(parameter.grad, OffloadedGradient):
                 parameter.grad = parameter.grad.whole()
         self.watch([])
         self.settle()
+        for transit in self._shared.transits.values():
+            transit.forget_spare()
 
     def settle(self) -> None:
         """Let go of the device memory of gradients that have left."""
-        for transit in self._transits.values():
+        for transit in self._shared.transits.values():
             transit.settle()
 
     @property
     def held_bytes(self) -> int:
         """Device memory of gradients that are on their way out."""
-        return sum(transit.held_bytes for transit in self._transits.values())
+        return sum(transit.held_bytes for transit in self._shared.transits.values())
 
-    def _transit(self, device: Device) -> Transit:
-        if device.address not in self._transits:
-            self._transits[device.address] = Transit(device, self._store, self._traffic, self.limit_bytes)
-        transit = self._transits[device.address]
-        transit.limit_bytes = self.limit_bytes
-        return transit
+    @property
+    def limit_bytes(self) -> int:
+        """How much device memory gradients that are on their way out may have."""
+        return self._shared.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, byte_count: int) -> None:
+        self._shared.limit_bytes = byte_count
+
+
+def _is_nobodys(parameter: torch.nn.Parameter) -> bool:
+    """Whether nobody else has its gradient, or memory of it, who would not see what is done to it later."""
+    names, uses = _counts(parameter)
+    least_names, least_uses = _least_counts()
+    return names <= least_names and uses <= least_uses
+
+
+def _counts(parameter: torch.nn.Parameter) -> tuple[int, int]:
+    gradient = parameter.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient), torch._C._storage_Use_Count(storage_of(gradient))
+
+
+@functools.cache
+def _least_counts() -> tuple[int, int]:
+    """What is counted of a gradient that only its parameter has: it depends on the version of Python."""
+    parameter = torch.nn.Parameter(torch.zeros(2, device="cpu"))
+    parameter.grad = torch.zeros(2, device="cpu")
+    return _counts(parameter)
 
 
 def _hook_of(owner: weakref.ref[GradientsOnHost]) -> Callable[[torch.Tensor], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -44,7 +45,7 @@ class Lent(NamedTuple):
     ``stand_in``: what the optimizer takes for the parameter; ``near``: the piece's elements where the update runs;
     ``values``: what is lent as its values, these elements or their master; ``own``: the parameter's state in the
     optimizer, if it has any; ``in_slot``: this piece's part of it in the slot; ``gradient_version``: of the gradient,
-    where what the optimizer makes of it is the user's.
+    where what the optimizer makes of it is the user's; ``gradient``: as it was lent.
     """
 
     piece: Piece
@@ -54,6 +55,7 @@ class Lent(NamedTuple):
     own: Entries | None
     in_slot: dict[Key, torch.Tensor]
     gradient_version: int | None = None
+    gradient: torch.Tensor | None = None
 
     @property
     def is_itself(self) -> bool:
@@ -106,6 +108,27 @@ class Loan:
         return versions
 
 
+@dataclasses.dataclass
+class Scaling:
+    """How gradients are unscaled: as ``GradScaler.unscale_`` does it, or as the optimizer itself would.
+
+    ``divides``: whether the optimizer takes scaled gradients; it divides by the scale, to which multiplying with the
+    inverse is equal only if the scale is a power of two.
+    """
+
+    scale: torch.Tensor
+    divides: bool
+
+    def unscaled(self, gradient: torch.Tensor, *, is_of_master: bool = False) -> torch.Tensor:
+        """A new tensor, in the gradient's dtype."""
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        if self.scale.device != gradient.device:
+            self.scale = self.scale.to(gradient.device)
+        if self.divides and not is_of_master:
+            return (gradient.to(wide) / self.scale.to(wide)).to(gradient.dtype)
+        return (gradient.to(wide) * self.scale.double().reciprocal().float().to(wide)).to(gradient.dtype)
+
+
 class Lender:
     """Lends state in the course of one step; every slice of a parameter starts from what was there before the step."""
 
@@ -114,12 +137,13 @@ class Lender:
         state: State,
         at_rest: StateAtRest,
         inbound: Inbound,
-        inverse_scale: torch.Tensor | None = None,
+        scaling: Scaling | None = None,
         *,
         rounding: Mapping[int, tuple[int, int]],
         changes_gradients: bool = False,
+        all_due: bool = False,
     ) -> None:
-        """``inverse_scale``: what gradients are multiplied with; ``rounding``: each group's seed and number of steps.
+        """``rounding``: each group's seed and number of steps; ``all_due``: parameters without gradient change, too.
 
         ``changes_gradients``: whether the update changes them without counting their versions.
         """
@@ -128,7 +152,8 @@ class Lender:
         self._rounding = rounding
         self._state = state
         self._at_rest = at_rest
-        self._inverse_scale = inverse_scale
+        self._scaling = scaling
+        self._all_due = all_due
         self._before: dict[torch.nn.Parameter, Entries] = {}
 
     def lend(self, chunk: Chunk, slot: AnySlot) -> Loan:
@@ -137,7 +162,7 @@ class Lender:
         views = slot.views()
         is_simple = slot.layout is None or not slot.layout.has_compound
         for piece in chunk.pieces:
-            is_due = chunk.is_always_due or piece.parameter.grad is not None
+            is_due = self._all_due or chunk.is_always_due or piece.parameter.grad is not None
             lent = self._lend_piece(piece, slot, views.get(piece, _NOTHING), is_due=is_due)
             loan.pieces.append(lent)
             entries = self._entries_of(lent, is_simple=is_simple)
@@ -151,7 +176,7 @@ class Lender:
         """``is_due``: whether the update may change it; the optimizer passes by what has no gradient."""
         parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
-        is_changed = subject.has_master or subject.is_host_stepped or self._inverse_scale is not None
+        is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
         if not (piece.is_slice or (is_due and (is_changed or is_offloaded(parameter.grad)))):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece)
@@ -162,18 +187,22 @@ class Lender:
         given = self._gradient_of(piece, slot)
         gradient, version = given, 0
         if gradient is not None and given is not None:
-            gradient = self._scaled(gradient.to(values.dtype) if values is not near else gradient)
+            gradient = gradient.to(values.dtype) if values is not near else gradient
+            if self._scaling is not None:
+                gradient = self._scaling.unscaled(gradient, is_of_master=values is not near)
             if gradient.dtype != values.dtype:
                 stand_in.grad_dtype = gradient.dtype
             stand_in.grad, version = gradient, gradient._version
-        return Lent(piece, stand_in, near, values, own, in_slot, version if gradient is given else None)
+        return Lent(piece, stand_in, near, values, own, in_slot, version if gradient is given else None, gradient)
 
     def _gradient_of(self, piece: Piece, slot: AnySlot) -> torch.Tensor | None:
         gradient = piece.parameter.grad
         if not isinstance(gradient, OffloadedGradient):
             return slot.gradient_of(piece)
-        if piece.subject.is_host_stepped:
-            return piece.part_of(gradient.content.on_host())
+        if isinstance(slot, HostSlot):
+            on_host = gradient.content.on_host()
+            slot.borrowed.add(storage_of(on_host))
+            return piece.part_of(on_host)
         return self._inbound.of(piece)
 
     def _master_of(self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor]) -> torch.Tensor:
@@ -188,14 +217,6 @@ class Lender:
             return values.to(torch.float32)
         follow(master, values)
         return master
-
-    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self._inverse_scale is None:
-            return gradient
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        if self._inverse_scale.device != gradient.device:
-            self._inverse_scale = self._inverse_scale.to(gradient.device)
-        return (gradient.to(wide) * self._inverse_scale.to(wide)).to(gradient.dtype)
 
     def _entries_of(self, lent: Lent, *, is_simple: bool) -> Entries | None:
         """The piece's state as the optimizer sees it; ``None`` where it has none."""
@@ -279,14 +300,29 @@ class Lender:
     def _take_back_gradient(self, lent: Lent) -> None:
         """Let go of the gradient's memory; an optimizer may also have dropped the gradient itself, or changed it."""
         piece, gradient = lent.piece, lent.stand_in.grad
-        own = piece.parameter.grad
         if piece.stop == piece.parameter.numel() and gradient is None:
             piece.parameter.grad = None
-        elif isinstance(own, OffloadedGradient) and gradient is not None and not piece.subject.is_host_stepped:
-            is_changed = self._changes_gradients or gradient._version != lent.gradient_version
-            if lent.gradient_version is not None and is_changed:
-                own.content.put_part(piece, gradient)
+        elif gradient is not None and lent.gradient_version is not None:
+            is_other = gradient is not lent.gradient
+            if is_other or self._changes_gradients or gradient._version != lent.gradient_version:
+                self._give_gradient(lent, gradient, is_other=is_other)
         lent.stand_in.grad = None
+
+    @staticmethod
+    def _give_gradient(lent: Lent, gradient: torch.Tensor, *, is_other: bool) -> None:
+        """The user sees what the optimizer has made of the gradient; ``is_other``: in other memory than was lent."""
+        piece, own = lent.piece, lent.piece.parameter.grad
+        if isinstance(own, OffloadedGradient):
+            if piece.subject.is_host_stepped:
+                if is_other and lent.gradient is not None:
+                    lent.gradient.copy_(gradient)
+                own.content.forget_facts()
+            else:
+                own.content.put_part(piece, gradient)
+        elif is_strided(own) and (is_other or piece.subject.is_host_stepped):
+            flat = own.detach().view(-1)[piece.start : piece.stop] if piece.is_slice and own.is_contiguous() else None
+            if flat is not None or not piece.is_slice:
+                (own.detach() if flat is None else flat).copy_(gradient)
 
     def _drop_state(self, lent: Lent) -> None:
         """The optimizer has dropped a parameter's state."""

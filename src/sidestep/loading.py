@@ -94,7 +94,8 @@ def _check_entries(
     if not isinstance(entries, dict):
         raise StateDictError(f"the state of {name} is a {type(entries).__name__}, not a dict. Nothing was loaded")
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, torch.Tensor) and value.ndim}
-    shapes.setdefault(MASTER, parameter.shape)
+    if cutting.state_names is not None and MASTER not in cutting.state_names:
+        shapes.setdefault(MASTER, parameter.shape)
     shapes.update({kind.name: parameter.shape for kind in cutting.kinds_for(parameter) if kind.elementwise})
     for key, shape in shapes.items():
         found = entries.get(key)

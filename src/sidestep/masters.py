@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
 from sidestep.chunks import MASTER, SHORT_DTYPES, Subject
-from sidestep.errors import PlacementError
-from sidestep.leaves import Entries
+from sidestep.errors import NotYetError, PlacementError
+from sidestep.leaves import PLAIN_TENSORS, Entries
 
 
 def without_master(entries: dict[Any, Any], subject: Subject) -> dict[Any, Any]:
@@ -44,18 +44,24 @@ def conform(subject: Subject, entries: Entries) -> None:
     """
     kinds = subject.cutting.kinds_for(subject.parameter)
     master = entries.get(MASTER)
-    if not subject.has_master and (master is None or any(kind.name == MASTER for kind in kinds)):
+    if not subject.has_master and (master is None or is_the_optimizers(subject)):
         return
-    if subject.has_master:
-        if master is not None and not _is_master_of(master, subject.parameter):
-            del entries[MASTER]
-    else:
+    if master is not None and not (subject.has_master and _is_master_of(master, subject.parameter)):
         del entries[MASTER]
     for kind in kinds:
         value = entries.get(kind.name)
         is_own = kind.dtype is None and kind.name not in subject.encoded
         if is_own and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
             entries[kind.name] = value.to(subject.stepped_dtype)
+            if subject.has_master and MASTER not in entries:  # it says that the rest has its precision
+                where = torch.device("cpu") if MASTER in dict(subject.predicted) else subject.steps_at
+                entries[MASTER] = subject.parameter.detach().to(where).to(torch.float32)
+
+
+def is_the_optimizers(subject: Subject) -> bool:
+    """Whether an entry named as masters are is the optimizer's own, or may be."""
+    names = subject.cutting.state_names
+    return names is None or MASTER in names
 
 
 def without(subject: Subject) -> Subject:
@@ -86,19 +92,27 @@ def check(subject: Subject) -> None:
 
     Raises:
         PlacementError: it has.
+        NotYetError: the parameter is made of other tensors, as FSDP2's are.
     """
-    if subject.has_master and any(kind.name == MASTER for kind in subject.cutting.kinds_for(subject.parameter)):
+    if subject.has_master and subject.is_on_device and type(subject.parameter) not in PLAIN_TENSORS:
+        raise NotYetError(
+            f"Placement(master=...) is not built yet for parameters such as {subject.name}, a"
+            f" {type(subject.parameter.data).__name__}: leave it out for them"
+        )
+    if subject.has_master and MASTER in (subject.cutting.state_names or ()):
         raise PlacementError(
             f'the optimizer has state named "{MASTER}" for {subject.name} itself, so Sidestep cannot keep one beside'
             " it: leave Placement(master=...) out for this parameter"
         )
 
 
-def warn_of_rounding(subjects: Iterable[Subject]) -> bool:
-    """Say what it costs to train 16-bit parameters without a master. Returns whether there was reason to."""
-    short = [s for s in subjects if s.offloads and s.parameter.dtype in SHORT_DTYPES and not s.has_master]
-    if not short:
-        return False
+def rounded(subjects: Iterable[Subject]) -> list[Subject]:
+    """The offloaded 16-bit parameters that have no master."""
+    return [s for s in subjects if s.offloads and s.parameter.dtype in SHORT_DTYPES and not s.has_master]
+
+
+def warn_of_rounding(short: Sequence[Subject]) -> None:
+    """Say what it costs to train these, which are 16-bit parameters without a master."""
     first = short[0]
     name, digits = ("bf16", 8) if first.parameter.dtype is torch.bfloat16 else ("fp16", 11)
     elements = sum(s.parameter.numel() for s in short)
@@ -109,7 +123,6 @@ def warn_of_rounding(subjects: Iterable[Subject]) -> bool:
         f" {4 * elements:,} bytes more at rest, and as many more to move each way in a step",
         stacklevel=_frames_of_the_library(),
     )
-    return True
 
 
 def _frames_of_the_library() -> int:

@@ -20,6 +20,7 @@ from sidestep.arrangement import Arrangement, Settings, abandon, names_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
 from sidestep.interrupts import deferred_interrupts
+from sidestep.lending import Scaling
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.report import Report, report_of
 from sidestep.skips import Skips
@@ -97,7 +98,11 @@ def offload(
     )
     _check_placements(optimizer, settings)
     offloaded = OffloadOptimizer(optimizer, settings)
-    offloaded._arrangement.warn_of_rounding()
+    try:
+        offloaded._arrangement.warn_of_rounding()
+    except Warning:  # they are errors here: leave the optimizer as it was
+        offloaded.restore()
+        raise
     return offloaded
 
 
@@ -292,15 +297,16 @@ class OffloadOptimizer(Optimizer):
         self._arrangement.plan()
         found_inf, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
         handles_scale = self._arrangement.handles_scale
-        self._skips.note_found(found_inf)
+        self._skips.note_found(found_inf, is_run=not handles_scale)
         if handles_scale and found_inf is not None and found_inf.item():
             return loss
-        inverse_scale = scale.double().reciprocal().float() if handles_scale and scale is not None else None
+        divides = bool(getattr(self._original, "_step_supports_amp_scaling", False))
+        scaling = Scaling(scale, divides) if handles_scale and scale is not None else None
         if not handles_scale:
             self._lend_scale()
         try:
             with _outside_inference_mode(), deferred_interrupts():
-                result = self._arrangement.step(None if closure is None else lambda: loss, inverse_scale)
+                result = self._arrangement.step(None if closure is None else lambda: loss, scaling)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
         finally:
@@ -332,8 +338,11 @@ class OffloadOptimizer(Optimizer):
         self._arrangement.land()
 
     def report(self) -> Report:
-        """What is held where, what was moved, what was waited for: measured, as a table. Waits for nothing."""
-        return report_of(self._arrangement, self._skips.count())
+        """What is held where, what was moved, what was waited for: measured, as a table.
+
+        Waits for nothing, except, if a ``GradScaler`` drives a fused optimizer, to know how many steps were skipped.
+        """
+        return report_of(self._arrangement, self._skips)
 
     def restore(self) -> Optimizer:
         """The wrapped optimizer, with all its state back on its device. This object is of no use afterwards.

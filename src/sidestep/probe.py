@@ -54,6 +54,7 @@ class Cutting:
         host_scalars: the 0-dim state that the optimizer keeps on the host wherever its parameters are.
         device_scalars: the 0-dim state that it keeps with its parameters.
         lasting_names: what every state has from the first step on.
+        state_names: all names that were seen in any state; ``None`` if the step could not be tried.
         counters: what the step itself changes in the group.
         needs_no_gradient: the step changes also parameters that have no gradient, or their state.
         leaves_marks: each tensor that the step changes counts its versions.
@@ -65,6 +66,7 @@ class Cutting:
     host_scalars: frozenset[str] = frozenset()
     device_scalars: frozenset[str] = frozenset()
     lasting_names: frozenset[str] = frozenset()
+    state_names: frozenset[str] | None = frozenset()
     counters: frozenset[str] = frozenset()
     needs_no_gradient: bool = False
     leaves_marks: bool = True
@@ -207,10 +209,15 @@ def _probe_in_all_dtypes(optimizer: torch.optim.Optimizer, kept: list[int], inde
         other = _probe_group(optimizer, kept, index, dtype)
         if other.cut > max(found.cut, Cut.PARAMETER) and other.kinds:
             found = dataclasses.replace(found, cut=other.cut, reason=other.reason)
-        found = dataclasses.replace(
-            found, kinds={n: _in_any(kinds, other.kinds.get(n, ())) for n, kinds in found.kinds.items()}
-        )
+        names = None if found.state_names is None else found.state_names | (other.state_names or frozenset())
+        kinds = {n: _in_any(kinds, other.kinds.get(n, ())) for n, kinds in found.kinds.items()}
+        found = dataclasses.replace(found, kinds=kinds, state_names=names)
     return found
+
+
+def _names(whole: Twin, target: int) -> frozenset[str]:
+    entries = [whole.optimizer.state.get(parameter) for parameter in whole.parameters[target]]
+    return frozenset(name for own in entries if isinstance(own, dict) for name in own)
 
 
 def _in_any(kinds: tuple[StateKind, ...], in_short: tuple[StateKind, ...]) -> tuple[StateKind, ...]:
@@ -241,6 +248,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int, 
             Cutting,
             kinds=_kinds(whole, target),
             lasting_names=whole.lasting_names[target],
+            state_names=_names(whole, target),
             counters=whole.changed_settings(target),
             needs_no_gradient=_needs_no_gradient(make(), target),
             leaves_marks=leaves_marks(make(), acts),
@@ -254,7 +262,9 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int, 
             if is_same_when_cut(make(), whole, acts, target, cut):
                 return found(cut, reason=_REASONS[cut])
         return found(Cut.OPTIMIZER, reason=_REASONS[Cut.OPTIMIZER])
-    return Cutting(Cut.OPTIMIZER, {}, f"its step failed on synthetic parameters ({failure!r}), so it is not cut")
+    return Cutting(
+        Cut.OPTIMIZER, {}, f"its step failed on synthetic parameters ({failure!r}), so it is not cut", state_names=None
+    )
 
 
 def _needs_no_gradient(twin: Twin, target: int) -> bool:

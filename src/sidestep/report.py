@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
 from sidestep.gradients import is_offloaded
+from sidestep.skips import Skips
 from sidestep.twins import Cut
 
 
@@ -85,11 +86,11 @@ def _size(byte_count: int) -> str:
     return f"{byte_count:,} B"
 
 
-def report_of(arrangement: Arrangement, skipped_steps: int) -> Report:
-    """Measures ``arrangement`` now. Changes nothing and waits for nothing."""
+def report_of(arrangement: Arrangement, skips: Skips) -> Report:
+    """Measures ``arrangement`` now. Changes nothing; waits only as ``Skips.count`` does."""
     return Report(
-        steps=arrangement.steps,
-        skipped_steps=skipped_steps,
+        steps=arrangement.steps - skips.count_run(),
+        skipped_steps=skips.count(),
         device_bytes=_device_bytes(arrangement),
         host_bytes={
             "pinned": Amount(arrangement.store.pinned_bytes, arrangement.store.peak_pinned_bytes),

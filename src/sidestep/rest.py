@@ -184,7 +184,8 @@ class StateAtRest:
             is_decoded = home.is_encoded and key not in subject.encoded
             if not is_apt or is_decoded or home.slab.is_for_host != subject.is_host_stepped:
                 dtype = dtype_of(subject, key) if is_decoded else home.layout.dtype
-                put(state, {key: home.tensor.to(dtype, copy=True)})
+                if tensor_at(state, key) is home.tensor:  # or somebody has just put another there
+                    put(state, {key: home.tensor.to(dtype, copy=True)})
                 self.drop(subject.parameter, key)
 
     def evict_strangers(self, state: dict[torch.Tensor, Entries]) -> None:

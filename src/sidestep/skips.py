@@ -17,7 +17,7 @@ class Skips:
     def __init__(self) -> None:
         self._not_called = 0
         self._is_asked = False
-        self._found_inf: torch.Tensor | None = None  # sum of what the optimizer was told, on the device
+        self._told: dict[bool, torch.Tensor] = {}  # how often, on the device, by whether the step ran all the same
 
     def note_question(self, frame: FrameType) -> None:
         """Somebody, in ``frame``, asks whether the optimizer takes scaled gradients. A scaler then steps, or skips."""
@@ -29,13 +29,19 @@ class Skips:
         """The optimizer's step is called."""
         self._is_asked = False
 
-    def note_found(self, found_inf: torch.Tensor | None) -> None:
-        """A scaler tells the step, by a number greater than 0, to do nothing. Waits for nothing."""
+    def note_found(self, found_inf: torch.Tensor | None, *, is_run: bool) -> None:
+        """A scaler tells the step, by a number greater than 0, to do nothing. Waits for nothing.
+
+        ``is_run``: whether the step is run all the same, and it is for the kernels to do nothing.
+        """
         if found_inf is not None:
             is_skipped = (found_inf > 0).to(torch.int64)
-            self._found_inf = is_skipped if self._found_inf is None else self._found_inf + is_skipped
+            self._told[is_run] = self._told[is_run] + is_skipped if is_run in self._told else is_skipped
 
     def count(self) -> int:
         """How many steps were skipped. Waits for the device where the optimizer takes scaled gradients."""
-        told = 0 if self._found_inf is None else int(self._found_inf)
-        return self._not_called + self._is_asked + told
+        return self._not_called + self._is_asked + sum(map(int, self._told.values()))
+
+    def count_run(self) -> int:
+        """How many of them were run all the same, and did nothing. Waits likewise."""
+        return int(self._told.get(True, 0))

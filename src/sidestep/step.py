@@ -20,7 +20,7 @@ from sidestep.engine.slots import Ring, Slot
 from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
 from sidestep.gradients import Inbound
-from sidestep.lending import Lender, Loan
+from sidestep.lending import Lender, Loan, Scaling
 from sidestep.rest import StateAtRest
 from sidestep.wrapped import ROUNDING, Group, GroupValues, LentGroup, Update, run_on, whole_of, without_rounding
 
@@ -44,11 +44,11 @@ class Step:
         at_rest: StateAtRest,
         *,
         is_counted: bool,
-        inverse_scale: torch.Tensor | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk.
 
-        ``inverse_scale``: what gradients are multiplied with before the optimizer sees them.
+        ``scaling``: how gradients are unscaled before the optimizer sees them.
         """
         self._is_counted = is_counted
         self._optimizer = optimizer
@@ -64,7 +64,13 @@ class Step:
         self._inbound = Inbound([chunk for chunk in self._chunks if not chunk.is_host_stepped])
         unscales = getattr(optimizer, "grad_scale", None) is not None  # fused kernels do, and count no versions
         self._lender = Lender(
-            optimizer.state, at_rest, self._inbound, inverse_scale, rounding=rounding, changes_gradients=unscales
+            optimizer.state,
+            at_rest,
+            self._inbound,
+            scaling,
+            rounding=rounding,
+            changes_gradients=unscales,
+            all_due=not is_counted,
         )
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
         self._results: list[Any] = []
@@ -143,7 +149,8 @@ class Step:
     def _expect_on_host(self) -> None:
         on_host = [chunk for chunk in self._chunks if chunk.is_host_stepped]
         for address, ring in self._host_rings.items():
-            ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in on_host if chunk.address == address])
+            upcoming = [(chunk, self._at_rest.layout(chunk)) for chunk in on_host if chunk.address == address]
+            ring.expect(upcoming, all_due=not self._is_counted)
 
     def _update_chunk(self, loan: Loan) -> None:
         on_host = loan.chunk.is_host_stepped

@@ -107,7 +107,7 @@ def test_exact_precisions_are_identical(tmp_path: Path, precision: str, gradient
 def test_masters_are_state_that_rests_on_the_host(tmp_path: Path) -> None:
     demo = run_demo(tmp_path, "--precision", "bf16-masters")
     plain, offloaded, *_ = demo.numbers("state, at rest")
-    assert plain > 5 * demo.numbers("parameters")[0], "two moments and a master, in fp32, of bf16 parameters"
+    assert plain >= 5 * demo.numbers("parameters")[0], "two moments and a master, in fp32, of bf16 parameters"
     assert offloaded < 0.1 * plain
 
 

@@ -33,7 +33,7 @@ def placement(step: str = "device", **more: Any) -> sidestep.Placement:
 
 
 def assert_same(run: loops.Run, step: str = "device", **settings: Any) -> None:
-    assert_same_as_plain(run, **{"placement": placement(step), **settings})
+    assert_same_as_plain(run, **{"placement": placement(step), "chunk_bytes": 16 * 1024, **settings})
 
 
 def gradients(model: nn.Module) -> list[Any]:
@@ -77,7 +77,7 @@ def test_masters(dtype: torch.dtype, step: str) -> None:
             optimizer.step()
         return copied({"model": model.state_dict(), "state": whole_state(optimizer)})
 
-    assert_same_as_by_hand(run, placement=placement(step, master=torch.float32))
+    assert_same_as_by_hand(run, placement=placement(step, master=torch.float32), chunk_bytes=16 * 1024)
 
 
 # Clipping (scenario 8).
@@ -368,7 +368,7 @@ def test_what_cannot_be_done_says_what_can() -> None:
         with pytest.raises(RuntimeError, match=r"p\.grad\.clone\(\)"):
             model.wide.weight.grad.data_ptr()
         with pytest.raises(RuntimeError, match=r"assign to p\.grad"):
-            model.wide.weight.grad.data = torch.zeros(3)
+            model.wide.weight.grad[0].data = torch.zeros(3)
 
 
 def test_a_gradient_kept_from_before_is_what_it_was() -> None:
@@ -598,8 +598,8 @@ class Deep(nn.Module):
 def test_17_gradients_on_the_device_never_exceed_the_ring(step: str) -> None:
     with SimulatedDevice("lazy") as device:
         model = Deep().to(device.address)
-        optimizer = sidestep.offload(adamw(model), placement(step), chunk_bytes=8 * 1024, slots=2)
-        bound = 2 * 8 * 1024
+        optimizer = sidestep.offload(adamw(model), placement(step), chunk_bytes=12 * 1024, slots=1)
+        bound = 12 * 1024
         one = 32 * 32 * 4
         total = sum(p.nbytes for p in model.parameters())
         assert bound + 2 * one < total / 4
@@ -725,3 +725,243 @@ def test_wrapped_before_the_model_is_on_the_device() -> None:
         model.to(device.address)
         loops.train(model, optimizer, range(2))
         assert_offloaded(model, optimizer)
+
+
+# What others have of a gradient.
+
+
+def test_a_flat_buffer_of_gradients_stays_one() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model))
+        buffer = torch.zeros(sum(p.numel() for p in model.parameters()), device=device.address)
+        for number in range(3):
+            buffer.zero_()
+            offset = 0
+            for parameter in model.parameters():
+                parameter.grad = buffer[offset : offset + parameter.numel()].view_as(parameter)
+                offset += parameter.numel()
+            loss_of(model, number).backward()
+            buffer.mul_(0.1)
+            optimizer.step()
+        return loops.outcome(model, optimizer, buffer=buffer)
+
+    assert_same(run, **loops.BRIEFLY)
+
+
+@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.view(-1), lambda g: g.detach()])
+def test_a_gradient_that_somebody_keeps_stays(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        kept: list[torch.Tensor] = []
+        model.wide.weight.register_post_accumulate_grad_hook(lambda p: kept.append(keep(p.grad)))
+        optimizer = wrap(adamw(model))
+        backward(model, 0)
+        kept[0].mul_(0.5)
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        return loops.outcome(model, optimizer, kept=kept)
+
+    assert_same(run, **loops.BRIEFLY)
+
+
+@every_step
+def test_foreach_with_gradients_in_any_list(step: str) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model))
+        averages = [torch.zeros_like(p) for p in model.parameters()]
+        copies = [torch.zeros_like(p) for p in model.parameters()]
+        for number in range(3):
+            backward(model, number)
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, gradients(model), 0.1)
+                torch._foreach_copy_(copies, gradients(model))
+                torch._foreach_add_(list(model.parameters()), gradients(model), alpha=-0.01)
+                sums = torch._foreach_add(averages, gradients(model))
+            optimizer.step()
+        return loops.outcome(model, optimizer, averages=averages, copies=copies, sums=sums)
+
+    assert_same(run, step, **loops.BRIEFLY)
+
+
+def test_a_question_of_one_gradient_is_not_asked_of_those_it_does_not_suit() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model))
+        seen = []
+        for number in range(3):
+            backward(model, number)
+            weight = model.wide.weight.grad
+            seen += [weight.norm(dim=1), torch.linalg.vector_norm(weight, 2, dtype=torch.float64)]
+            seen += [torch.linalg.vector_norm(weight, 2.0 + order / 10) for order in range(6)]
+            optimizer.step()
+        if isinstance(optimizer, sidestep.OffloadOptimizer):
+            assert len(optimizer._arrangement.gradients._shared.questions) <= 4
+        return outcome(model, optimizer, seen=seen)
+
+    assert_same(run, **loops.BRIEFLY)
+
+
+def test_memory_of_a_gradient_that_does_not_arrive_is_not_reused() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        backward(model, 0)
+        others = []
+        for number in (2, 4, 6):
+            device.fail_allocation(number if isinstance(optimizer, sidestep.OffloadOptimizer) else 0)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                optimizer.step()
+            device.fail_allocation(0)
+            others += [torch.full((256,), 7.0, device=device.address) for _ in range(12)]
+        return others
+
+    with SimulatedDevice("eager") as device:
+        expected = copied(run(device, loops.plain))
+    for schedule in ("lazy", "starve:fetch", "random"):
+        with SimulatedDevice(schedule) as device:
+            assert_equal(copied(run(device, lambda o: loops.offloaded(o, placement()))), expected)
+
+
+def test_state_that_is_a_view_of_the_gradient_is_a_copy_of_it() -> None:
+    class Remembers(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    p.sub_(p.grad + self.state[p].get("last", 0), alpha=group["lr"])
+                    self.state[p]["last"] = p.grad.view(-1)[0]
+
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(Remembers(model.parameters(), lr=0.1))
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+        return loops.copied(model.state_dict())
+
+    assert_same(run, "host", moves=True)
+
+
+@pytest.mark.parametrize("change", ["t_", "transpose_"])
+def test_what_would_change_only_a_copy_is_refused(change: str) -> None:
+    with SimulatedDevice() as device:
+        model = net_on(device)
+        optimizer = loops.offloaded(adamw(model), placement())
+        backward(model, 0)
+        assert_offloaded(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"assign p\.grad = g"):
+            getattr(model.wide.weight.grad, change)(*([0, 1] if change == "transpose_" else []))
+        with pytest.raises(RuntimeError, match=r"p\.grad\.clone"):
+            model.wide.weight.grad.share_memory_()
+        with pytest.raises(RuntimeError):
+            model.wide.weight.grad.mul_(1j)
+        optimizer.step()
+
+
+class Rebinds(torch.optim.SGD):
+    """With weight decay in the gradient, which is a new tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.grad = p.grad.add(p, alpha=0.1)
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(self.state[p]["sum"], alpha=group["lr"])
+
+
+@every_step
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("kind", [Rebinds, ChangesGradients])
+def test_the_user_sees_what_the_optimizer_makes_of_gradients(kind: Any, where: str, step: str) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(kind(model.parameters(), lr=0.01))
+        norms = []
+        for number in range(4):
+            loss_of(model, number).backward()  # on top of what is there
+            norms.append(clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            norms.append(get_total_norm(gradients(model)))
+        return outcome(model, optimizer, norms=norms)
+
+    place = sidestep.Placement(gradients=where, step=step, min_elements=loops.MIN_ELEMENTS)  # type: ignore[arg-type]
+    assert_same_as_plain(run, placement=place, **loops.BRIEFLY)
+
+
+def test_a_clip_is_not_lost_when_what_follows_fails() -> None:
+    with SimulatedDevice() as device:
+        model = net_on(device)
+        optimizer = loops.offloaded(adamw(model), placement())
+        backward(model, 0)
+        clip_grad_norm_(model.parameters(), 1e-3)
+        before = model.wide.weight.grad.cpu()
+        for number in (1, 2, 3):
+            device.fail_allocation(number)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                model.wide.weight.grad.add_(0.0)
+            device.fail_allocation(0)
+            assert torch.equal(model.wide.weight.grad.cpu(), before)
+        optimizer.step()
+
+
+def test_stateless_optimizers_bring_gradients_chunk_by_chunk() -> None:
+    with SimulatedDevice("lazy") as device:
+        model = Deep().to(device.address)
+        optimizer = sidestep.offload(torch.optim.SGD(model.parameters(), lr=0.1), placement(), chunk_bytes=8 * 1024)
+        for number in range(2):
+            backward(model, number)
+            device.ledger.reset_peak()
+            held = device.memory().allocated_bytes
+            optimizer.step()
+            assert device.memory().peak_bytes - held < sum(p.nbytes for p in model.parameters()) / 4
+
+
+def test_what_left_before_a_freeze_comes_back_with_restore() -> None:
+    with SimulatedDevice() as device:
+        model = net_on(device)
+        optimizer = loops.offloaded(adamw(model), placement())
+        backward(model, 0)
+        model.wide.requires_grad_(False)
+        optimizer.step()
+        optimizer.restore()
+        assert not any(isinstance(g, OffloadedGradient) for g in gradients(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_model_that_changes_its_dtype_takes_gradients_along(dtype: torch.dtype) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        backward(model, 0)
+        model.to(dtype)
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        return outcome(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no master")
+        assert_same_as_plain(run, placement=placement(), moves=True, **loops.BRIEFLY)
+
+
+def test_another_stream_may_still_be_reading() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model))
+        side = device.new_stream("side")
+        backward(model, 0)
+        with device.stream(side):
+            twice = model.wide.weight.grad * 2
+        model.zero_grad()
+        loss_of(model, 1).backward()
+        device.drain()
+        return [twice, *gradients(model), optimizer.param_groups[0]["lr"]]
+
+    with SimulatedDevice("eager") as device:
+        expected = copied(run(device, loops.plain))
+    for schedule in ("lazy", "starve:fetch", "starve:side", "random"):
+        with SimulatedDevice(schedule) as device:
+            assert_equal(copied(run(device, lambda o: loops.offloaded(o, placement()))), expected)

@@ -292,3 +292,83 @@ def test_a_host_tensor_stays_on_the_host() -> None:
         loops.train(model, optimizer, range(2))
         assert optimizer.state[model.wide.weight]["step"].device == HOST
         assert optimizer.state[model.narrow.bias]["step"].device == device.address, "too small for the trip"
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}], ids=str)
+def test_a_scale_that_is_no_power_of_two(settings: dict[str, Any]) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model, **settings))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return outcome(model, optimizer, gradients=[p.grad for p in model.parameters()])
+
+    assert_same(run)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_methods_of_the_optimizer(keeps: bool) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(homemade.ScheduleFree(model.parameters()))
+        optimizer.train()
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            if not keeps:
+                optimizer.zero_grad()
+            optimizer.eval()
+            optimizer.train()
+        return outcome(model, optimizer)
+
+    assert_same(run)
+
+
+def test_gradients_of_a_subclass_count() -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model))
+        for step in range(3):
+            backward(model, step)
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.as_subclass(Marked)
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same(run, **loops.BRIEFLY)
+
+
+def test_an_edit_made_with_a_change_of_placement_is_honoured() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model), loops.PLACEMENT)
+        loops.train(model, optimizer, range(2))
+        if isinstance(optimizer, sidestep.OffloadOptimizer):
+            optimizer.param_groups[0]["offload"] = PLACEMENT
+        wide = model.wide.weight
+        optimizer.state[wide]["exp_avg"] = torch.full_like(wide, 0.5)
+        loops.train(model, optimizer, range(2, 4))
+        return outcome(model, optimizer)
+
+    assert_same_as_plain(run, **loops.BRIEFLY)
+
+
+def test_skipped_steps_are_no_steps() -> None:
+    for place in (loops.PLACEMENT, PLACEMENT):
+        with SimulatedDevice() as device:
+            model = net_on(device)
+            optimizer = loops.offloaded(adamw(model, fused=True), place)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step) * (float("inf") if step == 1 else 1)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert (optimizer.report().steps, optimizer.report().skipped_steps) == (2, 1)

@@ -30,7 +30,9 @@ MISSING = st.sampled_from([tuple(found) for size in range(5) for found in iterto
 OWN = st.sampled_from(sorted(life.OWN))
 OFFLOADING = st.builds(
     Offloading,
-    policy=st.sampled_from(["small", "small", "small", "everything", "large", "matrices", "nothing"]),
+    policy=st.sampled_from(
+        ["small"] * 3 + ["gradients", "host step", "all of it"] * 2 + ["everything", "large", "matrices", "nothing"]
+    ),
     chunk_bytes=st.sampled_from([12 * 1024, 24 * 1024, None]),
     slots=st.sampled_from([3, 2, 1]),
     pinned_memory=st.sampled_from([None, 50_000, 25_000, 20_000, 0]),

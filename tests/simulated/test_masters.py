@@ -446,3 +446,156 @@ def test_no_warning_where_nothing_is_lost() -> None:
             model = net_on(device).to(dtype)
             loops.train(model, loops.offloaded(adamw(model), placement), range(2))
         sidestep.offload(adamw(loops.Net().to(torch.bfloat16)))
+
+
+# What the state went through.
+
+
+@pytest.mark.parametrize("place", [PLACEMENT, sidestep.Placement(step="host", master=torch.float32, min_elements=64)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_methods_see_masters_whether_there_are_gradients_or_not(place: sidestep.Placement, keeps: bool) -> None:
+    """``eval`` and ``train`` of a schedule-free optimizer: with and without the gradients of the last step."""
+
+    def run(device: SimulatedDevice, place: sidestep.Placement, *, keeps: bool) -> Any:
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = masters(homemade.ScheduleFree(model.parameters()), place)
+        for step in range(3):
+            optimizer.train()
+            backward(model, step)
+            optimizer.step()
+            if not keeps:
+                optimizer.zero_grad()
+            optimizer.eval()
+        return copied([model.state_dict(), whole_state(optimizer)])
+
+    with SimulatedDevice("eager") as device:
+        resident = sidestep.Placement(state="device", master=torch.float32)
+        expected = run(device, resident, keeps=True)
+    for_each_schedule(
+        lambda device: assert_equal(run(device, place, keeps=keeps), expected), schedules=("lazy", "random"), seeds=(0,)
+    )
+
+
+class OwnMaster(Optimizer):
+    """Keeps masters of 16-bit parameters by itself, and none of others."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                target = p if p.dtype is torch.float32 else self.state[p].setdefault("master", p.float())
+                target.sub_(p.grad.float(), alpha=group["lr"])
+                if target is not p:
+                    p.copy_(target)
+
+
+def test_an_optimizers_own_masters_of_16_bit_parameters_are_its_own() -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = wrap(OwnMaster(model.parameters()))
+        for step in range(6):
+            backward(model, step)
+            optimizer.step()
+            optimizer.state_dict()
+        return loops.outcome(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no master")
+        loops.assert_same_as_plain(run, **loops.BRIEFLY)
+    with SimulatedDevice() as device:
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = masters(OwnMaster(model.parameters()))
+        backward(model, 0)
+        with pytest.raises(PlacementError, match='state named "master"'):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("step", ["device", "host"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "Adafactor"])
+def test_a_restore_without_room_loses_nothing(name: str, step: Any) -> None:
+    place = sidestep.Placement(step=step, master=torch.float32, min_elements=loops.MIN_ELEMENTS)
+    with SimulatedDevice() as device:
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = masters(OPTIMIZERS[name](model.parameters()), place)
+        loops.train(model, optimizer, range(2))
+        before = copied(optimizer.state_dict()["state"])
+        for number in range(1, 60):
+            device.fail_allocation(number)
+            try:
+                optimizer.restore()
+            except torch.OutOfMemoryError:
+                device.fail_allocation(0)
+                assert_equal(copied(optimizer.state_dict()["state"]), before)
+                continue
+            break
+        assert number > 3
+        device.fail_allocation(0)
+        plain_one = optimizer._original
+        assert {v.dtype for p in model.parameters() for k, v in plain_one.state[p].items() if k != "step"} == {
+            torch.bfloat16
+        }
+        loops.train(model, plain_one, range(1))
+
+
+@pytest.mark.parametrize("way", ["restore", "policy", "checkpoint"])
+def test_plain_state_goes_in_and_out_without_a_step(way: str) -> None:
+    with SimulatedDevice() as device, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no master")
+        model = net_on(device).to(torch.bfloat16)
+        plain_one = adamw(model)
+        loops.train(model, plain_one, range(2))
+        expected = copied(plain_one.state_dict()["state"])
+        optimizer: Any = masters(adamw(model))
+        optimizer.load_state_dict(copied(plain_one.state_dict()))
+        if way == "restore":
+            optimizer = optimizer.restore()
+        elif way == "policy":
+            optimizer.param_groups[0]["offload"] = PLAIN
+            backward(model, 2)
+            for parameter in model.parameters():
+                parameter.grad = None
+            optimizer.step()
+        else:
+            other = masters(adamw(model), PLAIN)
+            other.load_state_dict(copied(optimizer.state_dict()))
+            optimizer = other
+        assert_equal(copied(optimizer.state_dict()["state"]), expected)
+        loops.train(model, optimizer, range(1))
+
+
+def test_a_refused_placement_leaves_the_last_one_in_force() -> None:
+    def run(device: SimulatedDevice, *, tries: bool) -> Any:
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = masters(homemade.MasterOfItsOwn(model.parameters()), PLAIN)
+        loops.train(model, optimizer, range(2))
+        if tries:
+            optimizer.param_groups[0]["offload"] = PLACEMENT
+            backward(model, 2)
+            with pytest.raises(PlacementError):
+                optimizer.step()
+            optimizer.param_groups[0]["offload"] = PLAIN
+        torch.manual_seed(3)
+        loops.train(model, optimizer, range(2, 4))
+        optimizer.state_dict()
+        loops.train(model, optimizer, range(4, 5))
+        return outcome(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no master")
+        with SimulatedDevice() as device:
+            expected = run(device, tries=False)
+        with SimulatedDevice() as device:
+            assert_equal(run(device, tries=True), expected)
+
+
+def test_where_warnings_are_errors_the_optimizer_is_left_as_it_was() -> None:
+    with SimulatedDevice() as device, warnings.catch_warnings():
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = adamw(model)
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="no master"):
+            sidestep.offload(optimizer, PLAIN)
+        loops.train(model, optimizer, range(1))

@@ -114,6 +114,23 @@ def leaving_for_good(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return leaving(device, offloaded, "host")
 
 
+def read_aside(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """Another stream reads a gradient, which makes way for the next meanwhile."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if offloaded:
+        optimizer = offload(optimizer, placed={"gradients": "host"})
+    side = device.new_stream("side")
+    seen = []
+    for factor in (1.0, 2.0, 3.0):
+        optimizer.zero_grad()
+        (parameters[0].pow(2).sum() * factor).backward()
+        with device.stream(side):
+            seen.append(parameters[0].grad * 2)  # type: ignore[operator]
+    device.drain()
+    return [tensor.cpu() for tensor in seen]
+
+
 def whole(device: SimulatedDevice, offloaded: bool) -> Numbers:
     """An optimizer that is not cut: its memory for state comes and goes with each step."""
     parameters = parameters_on(device)
@@ -168,7 +185,8 @@ def abandoned(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return [tensor.detach().cpu() for tensor in (*parameters, *others)]
 
 
-LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, leaving, leaving_for_good, whole, looked_at, abandoned]
+LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, whole, looked_at, abandoned]
+LOOPS += [leaving, leaving_for_good, read_aside]
 
 
 @pytest.fixture(scope="module")

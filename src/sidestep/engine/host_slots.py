@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -17,7 +18,7 @@ from sidestep.engine.device import Device, Event, Stream
 from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.engine.traffic import Traffic
-from sidestep.leaves import Key, is_dense, is_strided, storage_of
+from sidestep.leaves import Key, is_dense, storage_of
 
 
 class HostSlot:
@@ -29,6 +30,7 @@ class HostSlot:
         self.staging: torch.Tensor | None = None  # (bytes,) uint8, page-locked if it could be
         self.values: dict[Piece, torch.Tensor] = {}  # in the staging
         self.gradients: dict[Piece, torch.Tensor] = {}
+        self.borrowed: set[int] = set()  # storages of gradients that were at home on the host already
         self.sources: list[torch.Tensor] = []  # on the device, being read
         self.arrived: Event | None = None  # guards the update: values and gradients are here
         self.returned: Event | None = None  # guards the next use: nobody reads the staging any more
@@ -53,7 +55,8 @@ class HostSlot:
     def storages(self) -> set[int]:
         """Of everything whose content is the engine's."""
         own = [tensor for tensors in self.views().values() for tensor in tensors.values()]
-        return {storage_of(tensor) for tensor in [*own, *([] if self.staging is None else [self.staging])]}
+        staged = [] if self.staging is None else [self.staging]
+        return {storage_of(tensor) for tensor in [*own, *staged]} | self.borrowed
 
 
 class HostRing:
@@ -70,12 +73,17 @@ class HostRing:
         self._filling: deque[HostSlot] = deque()
         self._upcoming: deque[tuple[Chunk, ChunkLayout]] = deque()
         self._slot_bytes = 0
+        self._all_due = False
 
-    def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]]) -> None:
-        """The chunks that the step will take, in order. Gradients are final."""
+    def expect(self, upcoming: Sequence[tuple[Chunk, ChunkLayout]], *, all_due: bool = False) -> None:
+        """The chunks that the step will take, in order. Gradients are final.
+
+        ``all_due``: also parameters without a gradient are updated.
+        """
         self.start_afresh()
+        self._all_due = all_due
         self._upcoming = deque(upcoming)
-        self._slot_bytes = max((_byte_count(chunk) for chunk, _ in upcoming), default=0)
+        self._slot_bytes = max((_byte_count(chunk.pieces_due(all_due=all_due)) for chunk, _ in upcoming), default=0)
         while self._free and self._upcoming:
             self._begin_next()
 
@@ -144,13 +152,14 @@ class HostRing:
         self._make_staging(slot)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         end = 0
-        for piece in chunk.pieces_due:
+        for piece in chunk.pieces_due(all_due=self._all_due):
             tensors = [(slot.values, piece.part_of(piece.parameter.detach()))]
             gradient = piece.parameter.grad
             if gradient is not None and gradient.layout is not torch.strided:
                 slot.gradients[piece] = gradient.detach().cpu()
-            elif is_strided(gradient):  # or another tensor stands for it, and it is on the host
-                tensors.append((slot.gradients, _dense(piece.part_of(gradient.detach()))))
+            elif _has_memory(gradient):
+                whole = gradient.detach().as_subclass(torch.Tensor)
+                tensors.append((slot.gradients, _dense(piece.part_of(whole))))
             for places, source in tensors:
                 assert slot.staging is not None
                 target = slot.staging[aligned(end) : aligned(end) + source.nbytes]
@@ -171,6 +180,7 @@ class HostRing:
         slot.chunk = slot.layout = slot.arrived = None
         slot.values.clear()
         slot.gradients.clear()
+        slot.borrowed.clear()
         slot.sources.clear()
 
     def _wait(self, stream: Stream, event: Event, site: str) -> None:
@@ -182,11 +192,18 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
-def _byte_count(chunk: Chunk) -> int:
-    """Bytes that the chunk takes in a slot."""
+def _has_memory(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor with memory of its own, not one that stands for another, which is on the host already."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    return type(gradient).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+
+
+def _byte_count(pieces: Sequence[Piece]) -> int:
+    """Bytes that these take in a slot."""
     count = 0
-    for piece in chunk.pieces_due:
+    for piece in pieces:
         gradient = piece.parameter.grad
         count += aligned(piece.elements * piece.parameter.itemsize)
-        count += aligned(piece.elements * gradient.itemsize) if is_strided(gradient) else 0
+        count += aligned(piece.elements * gradient.itemsize) if _has_memory(gradient) else 0
     return count

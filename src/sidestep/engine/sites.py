@@ -18,6 +18,7 @@ OUTBOUND_WAITS_RETURNED = "outbound waits for returned parameters"
 FORWARD_WAITS_RETURNED = "forward waits for returned parameters"
 HOST_READS_OUTBOUND = "host reads outbound"
 DEPARTURE_WAITS_GRADIENT = "departure waits for gradient"
+DEPARTURE_WAITS_ARRIVAL = "departure waits for arrival"
 BACKWARD_WAITS_DEPARTURE = "backward waits for departed gradient"
 ARRIVAL_WAITS_DEPARTURE = "arrival waits for departure"
 ARRIVAL_WAITS_MEMORY = "arrival waits for gradient memory"
@@ -42,11 +43,12 @@ HAZARDS: dict[str, str] = {
     FORWARD_WAITS_RETURNED: "the forward would read parameters that have not come back from the host",
     HOST_READS_OUTBOUND: "the host would update with gradients and parameters that have not arrived",
     DEPARTURE_WAITS_GRADIENT: "a gradient would be copied out before backward has computed it",
+    DEPARTURE_WAITS_ARRIVAL: "a gradient's host memory would be overwritten while a stream still fetches from it",
     BACKWARD_WAITS_DEPARTURE: "backward would reuse the memory of a gradient that has not been copied out",
     ARRIVAL_WAITS_DEPARTURE: "a gradient would be fetched from the host before it has arrived there",
     ARRIVAL_WAITS_MEMORY: "a gradient would be fetched into memory that earlier work of the stream still uses",
     UPDATE_WAITS_ARRIVAL: "the update would read a gradient that has not come back",
-    HOST_READS_DEPARTED: "the host would read a gradient that is still on its way",
+    HOST_READS_DEPARTED: "the host would read, or change, a gradient that is still on its way",
     HOST_READS_EVICTED: "the host would read or change state that is still on its way",
     HOST_READS_SCATTERED: "the host would read or change state that the host worker has not put in its place",
 }

@@ -19,10 +19,11 @@ from sidestep.engine.traffic import Traffic
 
 @dataclasses.dataclass(eq=False)
 class Berth:
-    """Host memory for one gradient. What is fetched from it has been waited for before it is sent to again."""
+    """Host memory for one gradient, and the events that guard it."""
 
     memory: torch.Tensor  # (bytes,) uint8, page-locked if it could be
     departed: Event | None = None  # the gradient that was last sent is there
+    fetched: Event | None = None  # nobody fetches from it any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Transit:
         """Copy out a dense gradient, or its part that begins at this byte. Its device memory is kept meanwhile."""
         current = self.device.current_stream()
         self._wait(self._evict, self.device.record(current), sites.DEPARTURE_WAITS_GRADIENT)
+        if berth.fetched is not None:
+            self._wait(self._evict, berth.fetched, sites.DEPARTURE_WAITS_ARRIVAL)
         self.device.copy(self._evict, berth.memory[start_bytes : start_bytes + tensor.nbytes], memory_of(tensor))
         berth.departed = self.device.record(self._evict)
         self._departing.append((tensor, berth.departed, current))
@@ -84,7 +87,8 @@ class Transit:
             self._wait(self._fetch, berth.departed, sites.ARRIVAL_WAITS_DEPARTURE)
         self.device.copy(self._fetch, memory, berth.memory[start_bytes : start_bytes + layout.byte_count])
         self._traffic.gradients_to_device_bytes += layout.byte_count
-        return Arrival(layout.view_of(memory), self.device.record(self._fetch))
+        berth.fetched = self.device.record(self._fetch)
+        return Arrival(layout.view_of(memory), berth.fetched)
 
     def finish(self, arrival: Arrival) -> torch.Tensor:
         """The tensor: what the current stream does from now on sees its content."""
@@ -96,11 +100,16 @@ class Transit:
         self.device.release(arrival.tensor, self._fetch)
 
     def read(self, berth: Berth) -> torch.Tensor:
-        """The host memory, (bytes,) uint8, once the gradient is there. Blocks the host."""
-        if berth.departed is not None:
-            self._traffic.waits[sites.HOST_READS_DEPARTED] += 1
-            self.device.synchronize(berth.departed, site=sites.HOST_READS_DEPARTED)
+        """The host memory, (bytes,) uint8, once the gradient is there and nobody fetches it. Blocks the host."""
+        for event in (berth.departed, berth.fetched):
+            if event is not None:
+                self._traffic.waits[sites.HOST_READS_DEPARTED] += 1
+                self.device.synchronize(event, site=sites.HOST_READS_DEPARTED)
         return berth.memory
+
+    def forget_spare(self) -> None:
+        """Give host memory back that no gradient has."""
+        self._spare.clear()
 
     def _let_go(self) -> None:
         tensor, departed, stream = self._departing.popleft()
