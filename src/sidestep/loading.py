@@ -12,7 +12,7 @@ from sidestep.chunks import MASTER, Subject
 from sidestep.errors import StateDictError
 from sidestep.leaves import Entries, is_compound, tensors_within, with_tensors
 from sidestep.probe import Cutting, signature
-from sidestep.rest import may_rest
+from sidestep.rest import bring_near, may_rest
 from sidestep.wrapped import Group, State
 
 if TYPE_CHECKING:
@@ -151,13 +151,13 @@ def _merge(loaded: list[tuple[torch.nn.Parameter, Entries, Cutting]], arrangemen
         subject = subjects[parameter]
         host_scalars = subject.cutting.host_scalars  # with the settings that were loaded
         own = {
-            key: value.cpu()
-            if isinstance(value, torch.Tensor) and (key in host_scalars or subject.is_host_stepped)
-            else value
+            key: value.cpu() if key in host_scalars and isinstance(value, torch.Tensor) else value
             for key, value in optimizer.state[parameter].items()
         }
         arrays = {key: _near(key, value, subject) for key, value in entries.items() if _is_array(value)}
         merged[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
+        if subject.is_host_stepped:
+            bring_near(subject, merged[parameter])  # what the optimizer has loaded to its parameter
     optimizer.state.update(merged)
 
 
