@@ -179,6 +179,7 @@ class Kind:
         is_wrong_in_16_bits: torch's own kernel for the CPU leaves in the last elements what was in memory before.
         keeps_dtypes: its arrays have dtypes of their own, which torch's way of loading would not keep.
         keeps_scalars: so have its scalars.
+        draws: its update draws random numbers, which are others on the host.
     """
 
     optimizer: type[Optimizer]
@@ -190,6 +191,7 @@ class Kind:
     is_wrong_in_16_bits: bool = False
     keeps_dtypes: bool = False
     keeps_scalars: bool = False
+    draws: bool = False
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
         """On these groups."""
@@ -250,7 +252,7 @@ FAMILIES: dict[str, dict[str, Kind]] = {
         "Prodigy": Kind(homemade.Prodigy, {"lr": 1.0}, edits=(("lr", 0.5),)),
         "GlobalState": Kind(homemade.GlobalState, optional=("all", "momentum")),
         "SharedClip": Kind(SharedClip, optional=("all", "exp_avg", "exp_avg_sq")),
-        "Langevin": Kind(homemade.Langevin, optional=("all", "momentum")),
+        "Langevin": Kind(homemade.Langevin, optional=("all", "momentum"), draws=True),
     },
     "homemade": {
         "GroupCounter": Kind(homemade.GroupCounter, optional=("all", "momentum")),
@@ -304,10 +306,13 @@ class Offloading:
     pinned_memory: int | None = None
 
     def wrap(self, optimizer: Optimizer) -> sidestep.OffloadOptimizer:
+        chunk_bytes = self.chunk_bytes
+        if self.policy in ("gradients", "all of it") and chunk_bytes is not None:
+            chunk_bytes = max(chunk_bytes, 20 * 1024)  # gradients count
         return sidestep.offload(
             optimizer,
             POLICIES[self.policy],
-            chunk_bytes=self.chunk_bytes,
+            chunk_bytes=chunk_bytes,
             slots=self.slots,
             pinned_memory=self.pinned_memory,
         )
@@ -513,7 +518,8 @@ class World:
         groups = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         optimizer: Any = self.kind.build(groups)
         if self.offloads and offloading is not None:
-            if self.model.first.dtype == torch.float64:
+            sends_gradients = any(getattr(own, "gradients", "") == "host" for own in self.policies)
+            if self.model.first.dtype == torch.float64 or sends_gradients:
                 offloading = dataclasses.replace(offloading, chunk_bytes=ROOMY.chunk_bytes)
             self.set_policies(optimizer)
             optimizer = offloading.wrap(optimizer)
@@ -1313,6 +1319,8 @@ def play(life: Life) -> Counter[str]:
     Raises:
         LifeError: ``play(life)`` raises it again.
     """
+    if KINDS[life.kind].draws:
+        life = on_the_device(life)
     with quiet():
         expected, found = Record(), Record()
         with SimulatedDevice("eager") as device:
@@ -1324,6 +1332,19 @@ def play(life: Life) -> Counter[str]:
             assert_nothing_left(device)
         assert threading.active_count() == threads
     return found.events
+
+
+def on_the_device(value: Any) -> Any:
+    """The same life, or part of one, with all updates on the device."""
+    if isinstance(value, str):
+        return {"host step": "small", "all of it": "gradients"}.get(value, value)
+    if isinstance(value, tuple):
+        return tuple(map(on_the_device, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        changes = {field.name: on_the_device(getattr(value, field.name)) for field in fields}
+        return dataclasses.replace(value, **changes)
+    return value
 
 
 def _live(world: World, life: Life) -> None:

@@ -304,7 +304,8 @@ class Lender:
             piece.parameter.grad = None
         elif gradient is not None and lent.gradient_version is not None:
             is_other = gradient is not lent.gradient
-            if is_other or self._changes_gradients or gradient._version != lent.gradient_version:
+            always = self._changes_gradients or piece.subject.cutting.changes_gradients
+            if is_other or always or gradient._version != lent.gradient_version:
                 self._give_gradient(lent, gradient, is_other=is_other)
         lent.stand_in.grad = None
 

@@ -24,6 +24,7 @@ from sidestep.twins import (
     Act,
     Cut,
     Twin,
+    changes_gradients,
     dimensions_of,
     is_same_when_cut,
     leaves_marks,
@@ -58,6 +59,7 @@ class Cutting:
         counters: what the step itself changes in the group.
         needs_no_gradient: the step changes also parameters that have no gradient, or their state.
         leaves_marks: each tensor that the step changes counts its versions.
+        changes_gradients: the step changes them, or puts others in their place.
     """
 
     cut: Cut
@@ -70,6 +72,7 @@ class Cutting:
     counters: frozenset[str] = frozenset()
     needs_no_gradient: bool = False
     leaves_marks: bool = True
+    changes_gradients: bool = False
 
     def kinds_for(self, parameter: torch.Tensor) -> tuple[StateKind, ...]:
         """The state tensors that the optimizer keeps for a parameter with so many dimensions."""
@@ -252,6 +255,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, kept: list[int], index: int, 
             counters=whole.changed_settings(target),
             needs_no_gradient=_needs_no_gradient(make(), target),
             leaves_marks=leaves_marks(make(), acts),
+            changes_gradients=not sparse and changes_gradients(make(), acts),
         )
         if whole.draws_random_numbers:
             reason = "the update draws random numbers, in an order that cutting would change"

@@ -301,6 +301,19 @@ def leaves_marks(twin: Twin, acts: Sequence[Act]) -> bool:
     return is_counted and not any(name.startswith(("aten::_foreach", "aten::_fused")) for name in kernels.names)
 
 
+def changes_gradients(twin: Twin, acts: Sequence[Act]) -> bool:
+    """Whether the second act changes gradients in place, or puts others in their place."""
+    twin.run(acts[:1])
+    twin.prepare(acts[1], 1)
+    parameters = [parameter for parameters in twin.parameters for parameter in parameters if parameter.grad is not None]
+    before = [(p.grad, p.grad.detach().clone()) for p in parameters if p.grad is not None]
+    run_on(twin.optimizer, acts[1].update, twin.optimizer.param_groups, twin.optimizer.state)
+    return any(
+        p.grad is not None and not (p.grad is gradient and same_bits(gradient.detach(), value))
+        for p, (gradient, value) in zip(parameters, before, strict=True)
+    )
+
+
 class _Kernels(TorchDispatchMode):
     """Notes the names of the operations that run."""
 
