@@ -653,6 +653,7 @@ class World:
 def load_into(optimizer: Optimizer, state_dict: Any, kind: Kind) -> None:
     """``load_state_dict``, and by hand what torch would cast to the parameter's dtype."""
     optimizer.load_state_dict(state_dict)
+    keep_dtypes_in_lists(optimizer, state_dict)
     has_cast_arrays = kind.keeps_dtypes and not isinstance(optimizer, sidestep.OffloadOptimizer)
     if not (has_cast_arrays or kind.keeps_scalars):
         return
@@ -663,6 +664,19 @@ def load_into(optimizer: Optimizer, state_dict: Any, kind: Kind) -> None:
             if isinstance(value, torch.Tensor) and (has_cast_arrays if value.ndim else kind.keeps_scalars):
                 loaded = optimizer.state[parameter]
                 loaded[name] = value.detach().clone().to(loaded[name].device)
+
+
+def keep_dtypes_in_lists(optimizer: Optimizer, state_dict: Any) -> None:
+    """Torch casts scalars in lists to the parameter's dtype, and only the world in which something fails loads then."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for parameter, key in zip(parameters, keys, strict=True):
+        lists = [item for item in state_dict["state"].get(key, {}).items() if isinstance(item[1], list)]
+        for name, values in lists:
+            loaded = optimizer.state[parameter]
+            pairs = list(zip(loaded[name], values, strict=True))
+            if all(isinstance(new, torch.Tensor) and new.ndim == 0 for new, _ in pairs):
+                loaded[name] = [new.to(saved_value.dtype) for new, saved_value in pairs]
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -146,8 +146,8 @@ class Interception:
     def _move(self, tensor: torch.Tensor, there: torch.device, wanted: Destination) -> torch.Tensor:
         if hasattr(type(tensor), "__tensor_flatten__"):
             return self._move_parts(tensor, dataclasses.replace(wanted, dtype=None))
-        if self._home(tensor) is None and tensor.device in self._machine.devices:
-            tensor = tensor.clone()  # the one that it stands for
+        if type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+            tensor = tensor.clone()  # the one that it stands for: it has no memory
         category = current_category()
         if isinstance(tensor, torch.nn.Parameter):
             category = "parameters"
