@@ -28,9 +28,10 @@ from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
-from sidestep.gradients import GradientsOnHost, OffloadedGradient, is_offloaded
+from sidestep.gradients import GradientsOnHost, is_offloaded
 from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
+from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, may_rest, to_device
 from sidestep.step import Step

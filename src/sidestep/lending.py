@@ -16,7 +16,7 @@ from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostRing, HostSlot
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
-from sidestep.gradients import Inbound, OffloadedGradient, is_offloaded
+from sidestep.gradients import Inbound, is_offloaded
 from sidestep.leaves import (
     Entries,
     Key,
@@ -32,6 +32,7 @@ from sidestep.leaves import (
     with_tensors,
 )
 from sidestep.masters import follow, without_master
+from sidestep.offloaded import OffloadedGradient
 from sidestep.rest import StateAtRest, Wanted, may_rest
 from sidestep.wrapped import State
 

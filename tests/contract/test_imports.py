@@ -23,7 +23,7 @@ LAYERS = [
     {"probe"},
     {"chunks"},
     {"engine", "masters"},
-    {"rest", "gradients"},
+    {"rest", "gradients", "offloaded"},
     {"lending"},
     {"step"},
     {"arrangement"},

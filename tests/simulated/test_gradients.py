@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from torch.utils.checkpoint import checkpoint
 
 import sidestep
-from sidestep.gradients import OffloadedGradient
+from sidestep.offloaded import OffloadedGradient
 from sidestep.testing import SimulatedDevice
 from tests import homemade, loops
 from tests.loops import Wrap, adamw, assert_equal, assert_same_as_plain, backward, batch, copied, loss_of, net_on
