@@ -92,8 +92,8 @@ def test_a_refused_wrap_leaves_the_optimizer_as_it_was() -> None:
 
 
 def test_placements_not_built_yet_are_refused_at_construction() -> None:
-    with pytest.raises(NotYetError, match='step="host"'):
-        sidestep.offload(adamw(), sidestep.Placement(step="host"))
+    with pytest.raises(NotYetError, match='state="disk"'):
+        sidestep.offload(adamw(), sidestep.Placement(state="disk"))
     optimizer = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(3))], "offload": "yes"}])
     with pytest.raises(PlacementError, match=r'"offload" key of the group of group0\.0'):
         sidestep.offload(optimizer)
