@@ -34,7 +34,8 @@ class Inbound:
 
     def take(self, chunk: Chunk) -> None:
         """Bring the gradients of the chunk that is updated next."""
-        assert self._upcoming.popleft() is chunk, "chunks are taken in the order in which they are expected"
+        upcoming = self._upcoming.popleft()
+        assert upcoming is chunk, "chunks are taken in the order in which they are expected"
         self._begin(chunk)
         if self._upcoming:
             self._begin(self._upcoming[0])

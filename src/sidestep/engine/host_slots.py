@@ -173,7 +173,7 @@ class HostRing:
         if slot.staging is None or slot.staging.numel() < self._slot_bytes:
             slot.staging = None
             pinned = self._store.pin_staging(self.device, self._slot_bytes)
-            slot.staging = torch.empty(self._slot_bytes, dtype=torch.uint8) if pinned is None else pinned
+            slot.staging = torch.empty(self._slot_bytes, dtype=torch.uint8, device="cpu") if pinned is None else pinned
 
     @staticmethod
     def _clear(slot: HostSlot) -> None:
