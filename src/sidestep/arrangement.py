@@ -86,7 +86,9 @@ class Arrangement:
         self._seen_values: list[list[Any]] = []
         self.cuttings: list[probe.Cutting] = []
         self.cuttings_now()
-        self._watch_gradients()
+        self._watches_gradients = False
+        self._rounded_groups: set[int] = set()  # those with state that is rounded stochastically
+        self._watch_gradients((parameter, placement) for parameter, _, _, placement in self.placements())
 
     # Steps.
 
@@ -103,7 +105,8 @@ class Arrangement:
         self.prepare()
         due = self._due()
         self._make_homes(due)
-        self._bring_views_of_gradients()
+        if self.gradients.have_left:
+            self._bring_views_of_gradients()
         result = self._run(own_update(type(self.optimizer), closure), due, counted=True, scaling=scaling)
         if scaling is not None and scaling.divides:
             self._unscale_gradients(scaling)
@@ -367,7 +370,8 @@ class Arrangement:
                     gradient_bytes[address] += 0 if is_odd or is_offloaded(gradient) else gradient.nbytes
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
                 is_contiguous = parameter.is_contiguous()
-                kind = (parameter.dtype, parameter.shape, parameter.requires_grad)
+                is_hooked = self._watches_gradients and parameter.requires_grad
+                kind = (parameter.dtype, parameter.shape, is_hooked)
                 structure.append((id(parameter), *kind, address, is_contiguous, is_whole))
                 if is_odd:
                     self._must_stay_whole.add(parameter)
@@ -389,7 +393,8 @@ class Arrangement:
         self.warn_of_rounding()
         self._is_housed.clear()
         self._make_rings()
-        self._watch_gradients()
+        self._rounded_groups = {subject.group for subject in self.subjects if subject.encoded}
+        self._watch_gradients((subject.parameter, subject.placement) for subject in self.subjects)
         self._settle_homes()
         self._bring_near()
         self.at_rest.forget_layouts()
@@ -445,18 +450,15 @@ class Arrangement:
             masters.warn_of_rounding(short)
 
     def _seed_rounding(self) -> None:
-        for subject in self.subjects:
-            if subject.encoded:
-                self.optimizer.param_groups[subject.group].setdefault(ROUNDING, (torch.initial_seed(), 0))
+        for index in self._rounded_groups:
+            self.optimizer.param_groups[index].setdefault(ROUNDING, (torch.initial_seed(), 0))
 
-    def _watch_gradients(self) -> None:
+    def _watch_gradients(self, placed: Iterable[tuple[torch.nn.Parameter, Placement]]) -> None:
         chunk_bytes = self.chunk_bytes or self.settings.chunk_bytes or MAX_CHUNK_BYTES
         self.gradients.limit_bytes = self.settings.slots * chunk_bytes
-        self.gradients.watch(
-            parameter
-            for parameter, _, _, placement in self.placements()
-            if placement.gradients == "host" and parameter.numel() >= placement.min_elements
-        )
+        leaving = [parameter for parameter, placement in placed if placement.sends_gradient_of(parameter)]
+        self._watches_gradients = bool(leaving)
+        self.gradients.watch(leaving)
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """A name for each parameter of the groups."""
@@ -614,6 +616,7 @@ class Arrangement:
         given = self.settings
         try:
             self._prepare_at_any_size()
+            self.gradients.bring_back(parameters_of(self.optimizer.param_groups))
             self.bring_to_device(for_good=True)
         finally:
             if self.settings is not given:
@@ -662,8 +665,8 @@ class Arrangement:
                 )
 
     def close(self) -> None:
-        """Give back the rings' memory, and the gradients."""
-        self.gradients.bring_back(parameters_of(self.optimizer.param_groups))
+        """Give back the memory of the rings, and of gradients that have come back."""
+        self.gradients.close()
         for address in list(self.rings):
             self._close_ring(address)
         while self.host_rings:

@@ -109,8 +109,7 @@ class Subject:
     @property
     def sends_gradient(self) -> bool:
         """Whether its gradient rests on the host."""
-        is_large = self.parameter.numel() >= self.placement.min_elements
-        return self.is_on_device and is_large and self.placement.gradients == "host"
+        return self.is_on_device and self.placement.sends_gradient_of(self.parameter)
 
     @functools.cached_property
     def itemsizes(self) -> list[int]:

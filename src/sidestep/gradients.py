@@ -112,10 +112,13 @@ class GradientsOnHost:
         parameter.grad = OffloadedGradient.of(content)
 
     def bring_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Every gradient of these is an ordinary one again, and all later ones are."""
+        """Every gradient of these is an ordinary one again."""
         for parameter in parameters:
             if isinstance(parameter.grad, OffloadedGradient):
                 parameter.grad = parameter.grad.whole()
+
+    def close(self) -> None:
+        """No gradient leaves from now on; the memory of those that have come back is given up."""
         self.watch([])
         self.settle()
         for transit in self._shared.transits.values():
@@ -125,6 +128,11 @@ class GradientsOnHost:
         """Let go of the device memory of gradients that have left."""
         for transit in self._shared.transits.values():
             transit.settle()
+
+    @property
+    def have_left(self) -> bool:
+        """Whether any gradient has ever left its device."""
+        return bool(self._shared.transits)
 
     @property
     def held_bytes(self) -> int:

@@ -119,15 +119,22 @@ class Scaling:
 
     scale: torch.Tensor
     divides: bool
+    _at: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def unscaled(self, gradient: torch.Tensor, *, is_of_master: bool = False) -> torch.Tensor:
         """A new tensor, in the gradient's dtype."""
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        if self.scale.device != gradient.device:
-            self.scale = self.scale.to(gradient.device)
+        scale, inverse = self._scale_at(gradient.device)
         if self.divides and not is_of_master:
-            return (gradient.to(wide) / self.scale.to(wide)).to(gradient.dtype)
-        return (gradient.to(wide) * self.scale.double().reciprocal().float().to(wide)).to(gradient.dtype)
+            return (gradient.to(wide) / scale.to(wide)).to(gradient.dtype)
+        return (gradient.to(wide) * inverse.to(wide)).to(gradient.dtype)
+
+    def _scale_at(self, address: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale and its inverse, which is that of ``GradScaler``, where the gradients are: found once in a step."""
+        if address not in self._at:
+            scale = self.scale.to(address)
+            self._at[address] = scale, scale.double().reciprocal().float()
+        return self._at[address]
 
 
 class Lender:

@@ -294,16 +294,16 @@ class OffloadOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_own_policies()
-        self._arrangement.plan()
-        found_inf, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
-        handles_scale = self._arrangement.handles_scale
-        self._skips.note_found(found_inf, is_run=not handles_scale)
-        if handles_scale and found_inf is not None and found_inf.item():
-            return loss
-        divides = bool(getattr(self._original, "_step_supports_amp_scaling", False))
-        scaling = Scaling(scale, divides) if handles_scale and scale is not None else None
-        if not handles_scale:
-            self._lend_scale()
+        scaling = None
+        if any(name in vars(self) for name in _SCALE):
+            self._arrangement.plan()
+            handles_scale = self._arrangement.handles_scale
+            if self._is_skipped(handles_scale=handles_scale):
+                return loss
+            if handles_scale:
+                scaling = self._scaling()
+            else:
+                self._lend_scale()
         try:
             with _outside_inference_mode(), deferred_interrupts():
                 result = self._arrangement.step(None if closure is None else lambda: loss, scaling)
@@ -313,6 +313,17 @@ class OffloadOptimizer(Optimizer):
             self._take_scale_back()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
         return result if closure is None else loss
+
+    def _is_skipped(self, *, handles_scale: bool) -> bool:
+        """Whether a ``GradScaler`` says that this step must do nothing, and kernels do not see to that."""
+        found_inf = vars(self).get("found_inf")
+        self._skips.note_found(found_inf, is_run=not handles_scale)
+        return handles_scale and found_inf is not None and bool(found_inf.item())
+
+    def _scaling(self) -> Scaling | None:
+        scale = vars(self).get("grad_scale")
+        divides = bool(getattr(self._original, "_step_supports_amp_scaling", False))
+        return None if scale is None else Scaling(scale, divides)
 
     def _lend_scale(self) -> None:
         """What a ``GradScaler`` sets on this object for one step, the wrapped optimizer looks for on itself."""

@@ -53,6 +53,10 @@ class Placement:
         if isinstance(self.min_elements, bool) or not isinstance(self.min_elements, int) or self.min_elements < 1:
             raise PlacementError(f"min_elements={self.min_elements!r}: give a whole number of elements, at least 1")
 
+    def sends_gradient_of(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradient of this parameter rests on the host, if the parameter is on a device."""
+        return self.gradients == "host" and parameter.numel() >= self.min_elements
+
     @property
     def offloads(self) -> bool:
         """Whether any state leaves the device."""

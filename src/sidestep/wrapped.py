@@ -86,7 +86,9 @@ ROUNDING = "sidestep_rounding"
 
 def without_rounding(group: Group) -> Group:
     """A copy of the group as the optimizer knows it."""
-    return {key: value for key, value in group.items() if key != ROUNDING}
+    values = dict(group)
+    values.pop(ROUNDING, None)
+    return values
 
 
 class GroupValues:

@@ -645,6 +645,28 @@ def test_restore_brings_gradients_back(step: str) -> None:
     assert_same(run, step, **loops.BRIEFLY)
 
 
+@every_step
+def test_a_restore_that_fails_leaves_state_where_it_rests(step: str) -> None:
+    with SimulatedDevice() as device:
+        model = net_on(device)
+        optimizer = loops.offloaded(adamw(model), placement(step))
+        loops.train(model, optimizer, range(2))
+        optimizer.synchronize()
+        at_rest = {id(value) for entries in optimizer.state.values() for value in entries.values()}
+        failures = 0
+        for number in range(1, 99):
+            backward(model, number)
+            device.fail_copy(number)
+            try:
+                optimizer.restore()
+            except RuntimeError:
+                failures += 1
+                assert {id(value) for entries in optimizer.state.values() for value in entries.values()} == at_rest
+            else:
+                break
+        assert failures > 2
+
+
 def test_when_the_optimizer_is_gone_gradients_stay() -> None:
     with SimulatedDevice() as device:
         model = net_on(device)
