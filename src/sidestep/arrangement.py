@@ -28,7 +28,7 @@ from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
-from sidestep.gradients import GradientsOnHost, is_offloaded
+from sidestep.gradients import GradientsOnHost
 from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
@@ -367,7 +367,9 @@ class Arrangement:
                 is_odd = False
                 if gradient is not None:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
-                    gradient_bytes[address] += 0 if is_odd or is_offloaded(gradient) else gradient.nbytes
+                    gradient_bytes[address] += (
+                        0 if is_odd or isinstance(gradient, OffloadedGradient) else gradient.nbytes
+                    )
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
                 is_contiguous = parameter.is_contiguous()
                 is_hooked = self._watches_gradients and parameter.requires_grad
@@ -455,7 +457,7 @@ class Arrangement:
 
     def _watch_gradients(self, placed: Iterable[tuple[torch.nn.Parameter, Placement]]) -> None:
         chunk_bytes = self.chunk_bytes or self.settings.chunk_bytes or MAX_CHUNK_BYTES
-        self.gradients.limit_bytes = self.settings.slots * chunk_bytes
+        self.gradients.limit(self.settings.slots * chunk_bytes)
         leaving = [parameter for parameter, placement in placed if placement.sends_gradient_of(parameter)]
         self._watches_gradients = bool(leaving)
         self.gradients.watch(leaving)

@@ -62,13 +62,8 @@ class Inbound:
         if chunk not in self._begun:
             arrivals = self._begun[chunk] = {}
             for piece in chunk.pieces:
-                if is_offloaded(piece.parameter.grad):
+                if isinstance(piece.parameter.grad, OffloadedGradient):
                     arrivals[piece] = _content_of(piece).begin(piece)
-
-
-def is_offloaded(gradient: torch.Tensor | None) -> bool:
-    """Whether another tensor stands for the gradient."""
-    return isinstance(gradient, OffloadedGradient)
 
 
 def _content_of(piece: Piece) -> Content:
@@ -139,14 +134,9 @@ class GradientsOnHost:
         """Device memory of gradients that are on their way out."""
         return sum(transit.held_bytes for transit in self._shared.transits.values())
 
-    @property
-    def limit_bytes(self) -> int:
-        """How much device memory gradients that are on their way out may have."""
-        return self._shared.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, byte_count: int) -> None:
-        self._shared.limit_bytes = byte_count
+    def limit(self, byte_count: int) -> None:
+        """How much memory of one device gradients that are on their way out may have."""
+        self._shared.limit(byte_count)
 
 
 def _is_nobodys(parameter: torch.nn.Parameter) -> bool:

@@ -16,7 +16,7 @@ from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostRing, HostSlot
 from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import TensorLayout
-from sidestep.gradients import Inbound, is_offloaded
+from sidestep.gradients import Inbound
 from sidestep.leaves import (
     Entries,
     Key,
@@ -185,7 +185,7 @@ class Lender:
         parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
         is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
-        if not (piece.is_slice or (is_due and (is_changed or is_offloaded(parameter.grad)))):
+        if not (piece.is_slice or (is_due and (is_changed or isinstance(parameter.grad, OffloadedGradient)))):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece)
         if subject.has_master and is_due:

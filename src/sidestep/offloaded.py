@@ -12,7 +12,7 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._foreach_utils import _foreach_supported_types
@@ -33,14 +33,13 @@ class Noted:
     """An operation on every element alike, in place, that is still to be done. Its tensors are nobody else's."""
 
     function: Any
-    takes_list: bool  # a foreach operation
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
     def do(self, tensor: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Do it to ``tensor``; ``place`` brings a scalar tensor to where that is."""
         arguments = tree_map(lambda item: place(item) if isinstance(item, torch.Tensor) else item, self.arguments)
-        self.function([tensor] if self.takes_list else tensor, *arguments, **self.keywords)
+        self.function([tensor] if _takes_lists(self.function) else tensor, *arguments, **self.keywords)
 
     def try_on(self, dtype: torch.dtype) -> None:
         """Raise what the operation raises for gradients of this dtype: tried once on one element, on the host."""
@@ -49,6 +48,10 @@ class Noted:
         if case not in _TRIED and self.function is not _CHECK_AND_UNSCALE:
             self.do(torch.ones(1, dtype=dtype, device="cpu"), lambda scalar: torch.ones_like(scalar, device="cpu"))
             _TRIED.add(case)
+
+
+def _takes_lists(function: Any) -> bool:
+    return "_foreach_" in function._schema.name
 
 
 _TRIED: set[tuple[Any, ...]] = set()
@@ -60,8 +63,8 @@ class Shared:
 
     def __init__(self, store: HostStore, traffic: Traffic) -> None:
         self.questions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self.limit_bytes = 0
         self.transits: dict[torch.device, Transit] = {}
+        self._limit_bytes = 0
         self._store = store
         self._traffic = traffic
         self._on_host: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=4)
@@ -72,10 +75,14 @@ class Shared:
         if device is None:
             return None
         if address not in self.transits:
-            self.transits[address] = Transit(device, self._store, self._traffic, self.limit_bytes)
-        transit = self.transits[address]
-        transit.limit_bytes = self.limit_bytes
-        return transit
+            self.transits[address] = Transit(device, self._store, self._traffic, self._limit_bytes)
+        return self.transits[address]
+
+    def limit(self, byte_count: int) -> None:
+        """How much memory of one device gradients that are on their way out may have."""
+        self._limit_bytes = byte_count
+        for transit in self.transits.values():
+            transit.limit_bytes = byte_count
 
     def ask(self, key: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """From now on compute this of each gradient that leaves. The questions that were last asked are kept."""
@@ -108,18 +115,14 @@ class Content:
         self.dispatched_to = torch._C.TensorBase.device.__get__(tensor)  # what torch itself takes for its address
         self.noted: list[Noted] = []
         self._facts: dict[str, torch.Tensor] = {}
-        self._transit = shared.transit_at(tensor.device)
+        self._way: tuple[Transit, Berth] | None = None  # to the memory on the host; none if the content is at hand
         self._at_hand: torch.Tensor | None = None
-        self._berth: Berth | None = None
-        if self._transit is not None:
-            self._berth = self._transit.berth(tensor.nbytes)
-            weakref.finalize(self, self._transit.give_back, self._berth).atexit = False
+        transit = shared.transit_at(tensor.device)
+        if transit is not None:
+            berth = transit.berth(tensor.nbytes)
+            weakref.finalize(self, transit.give_back, berth).atexit = False
+            self._way = transit, berth
         self.put(tensor)
-
-    @property
-    def _way(self) -> tuple[Transit, Berth] | None:
-        """Between the device and the memory on the host; ``None`` if the content is at hand."""
-        return None if self._transit is None or self._berth is None else (self._transit, self._berth)
 
     def put(self, tensor: torch.Tensor) -> None:
         """``tensor``, dense and of the layout, on the device, is the content from now on; its memory is given up."""
@@ -136,11 +139,11 @@ class Content:
         """A copy on the device, with all that was noted done."""
         if self._way is None:
             assert self._at_hand is not None
-            return self.finished(self._at_hand.clone())
-        if self.is_zero:
-            return self.finished(self._empty(self.layout))
+            return self._do_noted(self._at_hand.clone())
         transit, berth = self._way
-        return self.finished(transit.finish(transit.begin(berth, self.layout)))
+        if self.is_zero:
+            return self._do_noted(transit.empty(self.layout))
+        return self._do_noted(transit.finish(transit.begin(berth, self.layout)))
 
     def begin(self, piece: Piece) -> Arrival | None:
         """Fetch a piece of it, flat if it is a slice; ``None`` where it must be brought whole, or not at all."""
@@ -151,16 +154,16 @@ class Content:
 
     def finish(self, piece: Piece, arrival: Arrival | None) -> torch.Tensor:
         """The piece on the device, with all that was noted done."""
-        if arrival is not None and self._transit is not None:
-            return self.finished(self._transit.finish(arrival))
+        if self._way is not None and arrival is not None:
+            return self._do_noted(self._way[0].finish(arrival))
         if self._way is not None and self.is_zero:
-            return self.finished(self._empty(self._layout_of(piece)))
+            return self._do_noted(self._way[0].empty(self._layout_of(piece)))
         return piece.part_of(self.bring())
 
     def abandon(self, arrival: Arrival | None) -> None:
         """Nobody will ``finish`` it."""
-        if arrival is not None and self._transit is not None:
-            self._transit.abandon(arrival)
+        if self._way is not None and arrival is not None:
+            self._way[0].abandon(arrival)
 
     def put_part(self, piece: Piece, tensor: torch.Tensor) -> None:
         """The update has changed a piece of the gradient, or all of it: if one piece then each, the last one last."""
@@ -185,8 +188,8 @@ class Content:
     def _start_of(self, piece: Piece) -> int:
         return piece.start * self.layout.dtype.itemsize
 
-    def finished(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, all of the content or part of it, with what was noted done."""
+    def _do_noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """To ``tensor``, a copy of all of the content or of part of it."""
         for noted in self.noted:
             noted.do(tensor, lambda scalar: scalar)
         return tensor
@@ -231,11 +234,6 @@ class Content:
         if key not in self._facts:
             self._facts[key] = compute(self.bring())
         return self._facts[key].clone()
-
-    def _empty(self, layout: TensorLayout) -> torch.Tensor:
-        """Uninitialised memory on the device."""
-        assert self._transit is not None
-        return layout.view_of(self._transit.device.empty(layout.byte_count))
 
 
 class OffloadedGradient(torch.Tensor):
@@ -286,7 +284,8 @@ class OffloadedGradient(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """An ordinary tensor on the device with its values."""
-        return self.within(self.content.bring()).clone()
+        brought = self.content.bring()
+        return brought if self.is_whole else self.within(brought).clone()
 
     @property
     def data(self) -> torch.Tensor:
@@ -321,18 +320,15 @@ class OffloadedGradient(torch.Tensor):
         return OffloadedGradient.of(self.content, self._views)
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        self.data_ptr()
+        _refuse_address()
 
     def share_memory_(self) -> Any:
-        """It has none to share."""
-        self.data_ptr()
+        """There is no memory to share."""
+        _refuse_address()
 
     def data_ptr(self) -> int:
         """There is none."""
-        raise RuntimeError(
-            "this gradient rests on the host, so it has no address on the device: read it with p.grad.clone(), and"
-            ' assign to p.grad what you make of it; or leave its parameter out of Placement(gradients="host")'
-        )
+        _refuse_address()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self.whole()!r} (at rest on the host)"
@@ -350,6 +346,13 @@ class OffloadedGradient(torch.Tensor):
     ) -> Any:
         with torch.no_grad():
             return _dispatch(func, args, kwargs or {})
+
+
+def _refuse_address() -> NoReturn:
+    raise RuntimeError(
+        "this gradient rests on the host, so it has no address on the device: read it with p.grad.clone(), and"
+        ' assign to p.grad what you make of it; or leave its parameter out of Placement(gradients="host")'
+    )
 
 
 _foreach_supported_types.append(OffloadedGradient)  # so that clipping takes the way that it takes for plain ones
@@ -375,21 +378,43 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} on a gradient that rests on the host would change a copy of it only: do it to"
             " g = p.grad.clone(), then assign p.grad = g"
         )
-    if args and isinstance(args[0], (list, tuple)) and "_foreach_" in func._schema.name:
+    if args and isinstance(args[0], (list, tuple)) and _takes_lists(func):
         return _one_by_one(func, args, kwargs)
-    first = args[0] if args else None
-    if isinstance(first, OffloadedGradient):
-        others = args[1:]
-        if first.is_whole and func in _NOTABLE and all(map(_is_scalar, tree_flatten((others, kwargs))[0])):
-            first.content.note(Noted(func, False, _copies(others), kwargs))
-            return first
-        if first.is_whole and _is_norm(func, others, kwargs):
-            return first.content.fact(f"{func} {others}", lambda tensor: func(tensor, *others, **kwargs))
+    if args and isinstance(args[0], OffloadedGradient):
+        first, *others = args
+        if _is_done_unseen(func, first, others, kwargs):
+            return _unseen(func, first, others, kwargs, {})
         if func is aten.detach.default:
             return OffloadedGradient.of(first.content, first._views)
         if _is_view(func):
             return _view(func, first, others, kwargs)
     return _with_content_at_hand(func, args, kwargs)
+
+
+def _is_done_unseen(func: Any, gradient: OffloadedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the content need not come back for this."""
+    if not gradient.is_whole:
+        return False
+    is_notable = func in _NOTABLE and all(map(_is_scalar, tree_flatten((others, kwargs))[0]))
+    return is_notable or func is _CHECK_AND_UNSCALE or _is_norm(func, others, kwargs)
+
+
+def _unseen(
+    func: Any, gradient: OffloadedGradient, others: Sequence[Any], kwargs: dict[str, Any], copies: dict[int, Any]
+) -> Any:
+    """Note it, or answer what is known already. ``copies``: of scalar tensors that several gradients have in common."""
+    if func is _CHECK_AND_UNSCALE:
+        found_inf, inverse_scale = others
+        _check_and_unscale(gradient.content, found_inf, inverse_scale, copies)
+        return gradient
+    if func in _NOTABLE:
+        gradient.content.note(Noted(func, _copies(tuple(others), copies), kwargs))
+        return gradient
+
+    def norm(tensor: torch.Tensor) -> Any:
+        return func([tensor], *others, **kwargs)[0] if _takes_lists(func) else func(tensor, *others, **kwargs)
+
+    return gradient.content.fact(f"{func} {others}", norm)
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,36 +426,25 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if plain:
         made = func(*_selected(args, plain, count), **_selected(kwargs, plain, count))
         results.update(zip(plain, made or [None] * len(plain), strict=True))
-    shared: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     for index in range(count):
         if index not in results:
             own = _selected(args, [index], count)
-            results[index] = _foreach_alone(func, own, _selected(kwargs, [index], count), shared)
-    listed = [results[index] for index in range(count)]
-    return None if all(result is None for result in listed) else listed
+            results[index] = _foreach_alone(func, own, _selected(kwargs, [index], count), copies)
+    return [results[index] for index in range(count)] if func._schema.returns else None
 
 
-def _foreach_alone(func: Any, args: Any, kwargs: dict[str, Any], shared: dict[int, torch.Tensor]) -> Any:
-    """On lists of one. ``shared``: copies of scalar tensors that all lists have in common."""
+def _foreach_alone(func: Any, args: Any, kwargs: dict[str, Any], copies: dict[int, torch.Tensor]) -> Any:
+    """On lists of one. ``copies``: of scalar tensors that all lists have in common."""
     (first,), *others = args
-    if isinstance(first, OffloadedGradient) and first.is_whole:
-        content = first.content
-        if func is _CHECK_AND_UNSCALE:
-            found_inf, inverse_scale = others
-            _check_and_unscale(content, found_inf, _copies(inverse_scale, shared))
-            return None
-        if func in _NOTABLE and all(map(_is_scalar, tree_flatten((others, kwargs))[0])):
-            content.note(Noted(func, True, _copies(tuple(others), shared), kwargs))
-            return None
-        if _is_norm(func, tuple(others), kwargs):
-            return content.fact(f"{func} {others}", lambda tensor: func([tensor], *others, **kwargs)[0])
+    if isinstance(first, OffloadedGradient) and _is_done_unseen(func, first, others, kwargs):
+        return _unseen(func, first, others, kwargs, copies)
     made = _with_content_at_hand(func, args, kwargs)
     return None if made is None else made[0]
 
 
-def _copies(arguments: Any, shared: dict[int, torch.Tensor] | None = None) -> Any:
+def _copies(arguments: Any, made: dict[int, torch.Tensor]) -> Any:
     """Arguments with copies of their tensors, as they are now, whatever their owner does to them later."""
-    made = {} if shared is None else shared
 
     def copied(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
@@ -442,17 +456,19 @@ def _copies(arguments: Any, shared: dict[int, torch.Tensor] | None = None) -> An
     return tree_map(copied, arguments)
 
 
-def _is_norm(func: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_norm(func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it is a norm of a whole gradient in its own dtype, which can be asked of any other, too."""
     has_defaults = all(value in (None, False) for value in (*others[1:], *kwargs.values()))
     return func in _NORMS and has_defaults and isinstance((*others, 2.0)[0], (int, float))
 
 
-def _check_and_unscale(content: Content, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+def _check_and_unscale(
+    content: Content, found_inf: torch.Tensor, inverse_scale: torch.Tensor, copies: dict[int, torch.Tensor]
+) -> None:
+    noted = Noted(_CHECK_AND_UNSCALE, _copies((found_inf, inverse_scale), copies), {})  # nobody reads that found_inf
     is_bad = content.fact("not finite", _non_finite)
     found_inf.copy_(torch.maximum(found_inf, is_bad.reshape(found_inf.shape)))
-    nobodys = torch.zeros_like(found_inf)
-    content.note(Noted(_CHECK_AND_UNSCALE, True, (nobodys, inverse_scale), {}))
+    content.note(noted)
 
 
 def _non_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -484,7 +500,7 @@ def _is_view(func: Any) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
-def _view(func: Any, gradient: OffloadedGradient, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: Any, gradient: OffloadedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Views of a gradient; what is written to one of them is written to the gradient."""
     shape = gradient.shape
     seen = func(torch.empty_strided(shape, gradient.stride(), dtype=gradient.dtype, device="meta"), *others, **kwargs)
@@ -493,14 +509,14 @@ def _view(func: Any, gradient: OffloadedGradient, others: tuple[Any, ...], kwarg
     return [gradient.seen_through(_item(func, others, kwargs, index)) for index in range(len(seen))]
 
 
-def _item(func: Any, others: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> Callable[[torch.Tensor], Any]:
+def _item(func: Any, others: Sequence[Any], kwargs: dict[str, Any], index: int) -> Callable[[torch.Tensor], Any]:
     return lambda tensor: func(tensor, *others, **kwargs)[index]
 
 
 def _with_content_at_hand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operation: on ordinary tensors, of which those that it has changed go out again."""
     found = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, OffloadedGradient)]
-    near = {gradient.content: gradient.content.bring() for gradient in found}
+    near = {content: content.bring() for content in dict.fromkeys(gradient.content for gradient in found)}
     stands_for: dict[int, OffloadedGradient] = {}
 
     def at_hand(item: Any) -> Any:
@@ -512,7 +528,8 @@ def _with_content_at_hand(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     own_args, own_kwargs = tree_map(at_hand, (args, kwargs))
     result = func(*own_args, **own_kwargs)
-    for content in {item.content for item in _written(func, args, kwargs) if isinstance(item, OffloadedGradient)}:
+    written = [item.content for item in _written(func, args, kwargs) if isinstance(item, OffloadedGradient)]
+    for content in dict.fromkeys(written):
         content.put(near[content])
     return tree_map(lambda item: stands_for.get(id(item), item) if isinstance(item, torch.Tensor) else item, result)
 

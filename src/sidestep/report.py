@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
-from sidestep.gradients import is_offloaded
+from sidestep.offloaded import OffloadedGradient
 from sidestep.skips import Skips
 from sidestep.twins import Cut
 
@@ -118,7 +118,9 @@ def _device_bytes(arrangement: Arrangement) -> dict[str, Amount]:
         return {}
     held = {
         "parameters": bytes_of(parameters),
-        "gradients": bytes_of(p.grad for p in parameters if p.grad is not None and not is_offloaded(p.grad))
+        "gradients": bytes_of(
+            g for p in parameters if (g := p.grad) is not None and not isinstance(g, OffloadedGradient)
+        )
         + arrangement.gradients.held_bytes,
         "state": bytes_of(arrangement.resident_state()),
     }

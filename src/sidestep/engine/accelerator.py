@@ -107,6 +107,6 @@ class Accelerator:
 
     def _pin_by_torch(self, byte_count: int) -> torch.Tensor:
         try:
-            return torch.empty(byte_count, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(byte_count, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise PinError(f"the driver refused to page-lock {byte_count:,} bytes of host memory: {error}") from error

@@ -89,8 +89,6 @@ class HostRing:
 
     def take(self, chunk: Chunk) -> HostSlot:
         """The chunk's slot. Blocks the host until its content is there."""
-        if not self._filling:
-            self._begin_next()
         slot = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
         if slot.arrived is not None:
@@ -149,7 +147,7 @@ class HostRing:
 
     def _lay_out(self, slot: HostSlot, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Find a place for all that the update needs. Returns what is to be copied, as bytes: (target, source)."""
-        self._make_staging(slot)
+        staging = self._staging_of(slot)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         end = 0
         for piece in chunk.pieces_due(all_due=self._all_due):
@@ -161,19 +159,19 @@ class HostRing:
                 whole = gradient.detach().as_subclass(torch.Tensor)
                 tensors.append((slot.gradients, _dense(piece.part_of(whole))))
             for places, source in tensors:
-                assert slot.staging is not None
-                target = slot.staging[aligned(end) : aligned(end) + source.nbytes]
+                target = staging[aligned(end) : aligned(end) + source.nbytes]
                 end = aligned(end) + source.nbytes
                 places[piece] = TensorLayout.of(source).view_of(target)
                 copies.append((target, memory_of(source)))
                 slot.sources.append(source)
         return copies
 
-    def _make_staging(self, slot: HostSlot) -> None:
+    def _staging_of(self, slot: HostSlot) -> torch.Tensor:
+        """Large enough for any chunk of the step."""
         if slot.staging is None or slot.staging.numel() < self._slot_bytes:
-            slot.staging = None
-            pinned = self._store.pin_staging(self.device, self._slot_bytes)
-            slot.staging = torch.empty(self._slot_bytes, dtype=torch.uint8, device="cpu") if pinned is None else pinned
+            slot.staging = None  # let go of the old one before there is a new one
+            slot.staging = self._store.staging(self.device, self._slot_bytes)
+        return slot.staging
 
     @staticmethod
     def _clear(slot: HostSlot) -> None:

@@ -85,23 +85,34 @@ class HostStore:
             memory = self._pin(device, byte_count, self.pinned_limit_bytes - self.staging_reserve_bytes)
             if memory is not None:
                 return Slab(memory, is_pinned=True)
-        try:
-            slab = Slab(
-                torch.empty(byte_count, dtype=torch.uint8, device="cpu"), is_pinned=False, is_for_host=device is None
-            )
-        except (MemoryError, RuntimeError) as error:
-            raise CapacityError(
-                f"the host has no room for {byte_count:,} bytes more of optimizer state ({error}). Sidestep holds"
-                f" {self.pinned_bytes:,} page-locked and {self.pageable_bytes:,} pageable bytes. Give the process more"
-                ' memory, or keep some groups on the device with group["offload"] = False'
-            ) from error
-        self._add(byte_count, is_pinned=False)
-        weakref.finalize(slab, self._add, -byte_count, is_pinned=False)
-        return slab
+        memory = self._pageable(byte_count, "optimizer state")
+        return Slab(memory, is_pinned=False, is_for_host=device is None)
 
     def pin_staging(self, device: Device, byte_count: int) -> torch.Tensor | None:
         """Page-locked memory for a ring, (byte_count,) uint8, or ``None`` where it cannot be had."""
         return self._pin(device, byte_count, self.pinned_limit_bytes)
+
+    def staging(self, device: Device, byte_count: int) -> torch.Tensor:
+        """Memory that is on its way to or from the device, (byte_count,) uint8: page-locked if that can be had.
+
+        Raises:
+            CapacityError: the host has no such memory.
+        """
+        pinned = self.pin_staging(device, byte_count)
+        return self._pageable(byte_count, "parameters and gradients") if pinned is None else pinned
+
+    def _pageable(self, byte_count: int, content: str) -> torch.Tensor:
+        try:
+            memory = torch.empty(byte_count, dtype=torch.uint8, device="cpu")
+        except (MemoryError, RuntimeError) as error:
+            raise CapacityError(
+                f"the host has no room for {byte_count:,} bytes more of {content} ({error}). Sidestep holds"
+                f" {self.pinned_bytes:,} page-locked and {self.pageable_bytes:,} pageable bytes. Give the process more"
+                ' memory, or keep some groups on the device with group["offload"] = False'
+            ) from error
+        self._add(byte_count, is_pinned=False)
+        weakref.finalize(memory.untyped_storage(), self._add, -byte_count, is_pinned=False)
+        return memory
 
     def _pin(self, device: Device, byte_count: int, limit_bytes: int) -> torch.Tensor | None:
         if self.pinned_bytes + byte_count > limit_bytes:

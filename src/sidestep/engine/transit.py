@@ -53,8 +53,7 @@ class Transit:
         spare = self._spare[byte_count]
         if spare:
             return spare.pop()
-        pinned = self._store.pin_staging(self.device, byte_count)
-        return Berth(torch.empty(byte_count, dtype=torch.uint8, device="cpu") if pinned is None else pinned)
+        return Berth(self._store.staging(self.device, byte_count))
 
     def give_back(self, berth: Berth) -> None:
         """Nobody stands for this memory any more."""
@@ -81,14 +80,18 @@ class Transit:
 
     def begin(self, berth: Berth, layout: TensorLayout, start_bytes: int = 0) -> Arrival:
         """Fetch a gradient, or the part of it that begins at this byte."""
-        memory = self.device.empty(layout.byte_count)
+        tensor = self.empty(layout)
         self._wait(self._fetch, self.device.record(self.device.current_stream()), sites.ARRIVAL_WAITS_MEMORY)
         if berth.departed is not None:
             self._wait(self._fetch, berth.departed, sites.ARRIVAL_WAITS_DEPARTURE)
-        self.device.copy(self._fetch, memory, berth.memory[start_bytes : start_bytes + layout.byte_count])
+        self.device.copy(self._fetch, memory_of(tensor), berth.memory[start_bytes : start_bytes + layout.byte_count])
         self._traffic.gradients_to_device_bytes += layout.byte_count
         berth.fetched = self.device.record(self._fetch)
-        return Arrival(layout.view_of(memory), berth.fetched)
+        return Arrival(tensor, berth.fetched)
+
+    def empty(self, layout: TensorLayout) -> torch.Tensor:
+        """Memory on the device, with no content yet."""
+        return layout.view_of(self.device.empty(layout.byte_count))
 
     def finish(self, arrival: Arrival) -> torch.Tensor:
         """The tensor: what the current stream does from now on sees its content."""
