@@ -20,6 +20,7 @@ from sidestep.chunks import (
     on_device,
     plan_chunks,
     whole_of_all,
+    with_placement,
 )
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.host_slots import HostRing
@@ -33,7 +34,7 @@ from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
-from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, may_rest, to_device
+from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, fetcher_of, may_rest, to_device
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
 from sidestep.wrapped import ROUNDING, Group, State, Update, own_update, parameters_of
@@ -270,11 +271,7 @@ class Arrangement:
 
     def _due(self) -> list[Chunk]:
         """The chunks that have a gradient, or do not need one."""
-        return [
-            chunk
-            for chunk in self.chunks
-            if chunk.is_always_due or any(piece.parameter.grad is not None for piece in chunk.pieces)
-        ]
+        return [chunk for chunk in self.chunks if chunk.is_always_due or any(map(chunk.is_due, chunk.pieces))]
 
     def _make_homes(self, chunks: list[Chunk]) -> None:
         """Give homes to the state that is about to be made, as predicted: if there is no room, nothing has changed.
@@ -288,7 +285,7 @@ class Arrangement:
             subjects = [piece.subject for piece in chunk.pieces if piece.start == 0]
             stateless = [subject for subject in subjects if self._is_stateless(subject)]
             new = [subject for subject in stateless if subject.parameter.grad is not None]
-            self.at_rest.make_early(self._device_of_homes(chunk), new)
+            self.at_rest.make_early(fetcher_of(chunk), new)
             if not stateless:  # until then, look again: one may get its first gradient later, or a step may fail
                 self._is_housed.add(chunk)
 
@@ -510,11 +507,6 @@ class Arrangement:
         assert device is not None, "an address is planned only where there is a device"
         return device
 
-    def _device_of_homes(self, chunk: Chunk) -> Device | None:
-        """What fetches the chunk's state; ``None`` where it is updated on the host."""
-        assert chunk.address is not None
-        return None if chunk.is_host_stepped else self._device(chunk.address)
-
     def _settle_homes(self) -> None:
         """Drop the homes of parameters that have left, and bring back state that is not offloaded any more."""
         subjects = {subject.parameter: subject for subject in self.subjects}
@@ -554,29 +546,23 @@ class Arrangement:
         for chunk in self.chunks:
             if chunk.address is not None:
                 subjects = dict.fromkeys(piece.subject for piece in chunk.pieces)
-                self.at_rest.adopt(self._device_of_homes(chunk), subjects, state)
+                self.at_rest.adopt(fetcher_of(chunk), subjects, state)
         self.at_rest.evict_strangers(state)
 
     @contextlib.contextmanager
     def decoded(self) -> Iterator[None]:
         """A context in which the state is as the optimizer knows it: copies, where it is encoded at rest."""
-        encoded = {
-            parameter: {key: home for key, home in homes.items() if home.is_encoded}
-            for parameter, homes in self.at_rest.homes.items()
-        }
-        encoded = {parameter: homes for parameter, homes in encoded.items() if homes}
-        if not encoded:
+        state = self.optimizer.state
+        decoded: State = {}
+        for subject in self.subjects:
+            for key, home in self.at_rest.homes.get(subject.parameter, {}).items():
+                if home.is_encoded and tensor_at(state.get(subject.parameter), key) is home.tensor:
+                    entries = decoded.setdefault(subject.parameter, dict(state[subject.parameter]))
+                    put(entries, {key: home.tensor.to(dtype_of(subject, key))})
+        if not decoded:
             yield
             return
-        subjects = {subject.parameter: subject for subject in self.subjects}
-        state = self.optimizer.state
-        shown = defaultdict(dict, state)
-        for parameter, homes in encoded.items():
-            shown[parameter] = dict(state[parameter])
-            for key, home in homes.items():
-                if shown[parameter].get(key) is home.tensor:
-                    shown[parameter][key] = home.tensor.to(dtype_of(subjects[parameter], key))
-        self.optimizer.state = shown
+        self.optimizer.state = defaultdict(dict, {**state, **decoded})
         try:
             yield
         finally:
@@ -651,7 +637,7 @@ class Arrangement:
         entries = dict(self.optimizer.state[subject.parameter])
         put(entries, dict(self._near(subject, for_good=for_good)))
         if for_good:
-            masters.conform(masters.without(subject), entries)
+            masters.conform(with_placement(subject, master=None), entries)
         bring_near(on_device(subject), entries)
         return entries
 

@@ -60,6 +60,11 @@ class Subject:
         return self.is_on_device and self.placement.offloads
 
     @functools.cached_property
+    def is_small(self) -> bool:
+        """Whether state of the parameter's shape stays where the optimizer put it."""
+        return self.parameter.numel() < self.placement.min_elements
+
+    @functools.cached_property
     def has_master(self) -> bool:
         """Whether the update is applied to an fp32 copy of the parameter."""
         return self.placement.master is not None and self.parameter.dtype in SHORT_DTYPES
@@ -78,7 +83,7 @@ class Subject:
         if not (self.is_on_device and self.placement.step == "host" and self.placement.offloads):
             return False
         is_plain = type(self.parameter) in PLAIN_TENSORS and is_dense(self.parameter)
-        return is_plain and (self.parameter.numel() >= self.placement.min_elements or self.cutting.cut >= Cut.GROUP)
+        return is_plain and (not self.is_small or self.cutting.cut >= Cut.GROUP)
 
     @property
     def steps_at(self) -> torch.device:
@@ -88,23 +93,28 @@ class Subject:
     @functools.cached_property
     def predicted(self) -> list[tuple[str, torch.dtype]]:
         """The state tensors of the parameter's shape that will leave the device, as the probe predicts them."""
-        if not self.offloads or self.parameter.numel() < self.placement.min_elements:
+        if not self.offloads or self.is_small:
             return []
-        kinds = [kind for kind in self.cutting.kinds_for(self.parameter) if kind.elementwise]
-        at_rest = dict.fromkeys(self.encoded, ENCODED)
-        predicted = [(kind.name, at_rest.get(kind.name) or kind.dtype or self.stepped_dtype) for kind in kinds]
+        predicted = [(name, ENCODED if name in self.encoded else dtype) for name, dtype in self._decoded]
         return [*predicted, (MASTER, torch.float32)] if self.has_master else predicted
 
     @functools.cached_property
     def encoded(self) -> dict[Any, torch.dtype]:
         """The entries that are encoded at rest, with the dtype that the optimizer knows them in."""
-        if self.placement.state_dtype is None or not self.offloads:
+        if self.placement.state_dtype is None or not self.offloads or self.is_small:
             return {}
-        if self.parameter.numel() < self.placement.min_elements:
-            return {}
+        return {name: dtype for name, dtype in self._decoded if dtype in DECODABLE}
+
+    @functools.cached_property
+    def _decoded(self) -> list[tuple[str, torch.dtype]]:
+        """The state tensors of the parameter's shape as the optimizer knows them, as the probe predicts them."""
         kinds = [kind for kind in self.cutting.kinds_for(self.parameter) if kind.elementwise]
-        decoded = {kind.name: kind.dtype or self.stepped_dtype for kind in kinds}
-        return {name: dtype for name, dtype in decoded.items() if dtype in DECODABLE}
+        return [(kind.name, kind.dtype or self.stepped_dtype) for kind in kinds]
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtype of each entry that the probe has found, ``None`` where it is that of what is updated."""
+        return {kind.name: kind.dtype for kind in self.cutting.kinds_for(self.parameter)}
 
     @property
     def sends_gradient(self) -> bool:
@@ -200,10 +210,13 @@ class Chunk:
         """Whether its update runs on the host. A chunk's pieces are alike in that."""
         return bool(self.pieces) and self.pieces[0].subject.is_host_stepped
 
-    def pieces_due(self, *, all_due: bool) -> list[Piece]:
-        """The pieces that the update may change: those that have a gradient now; or all, if not only a step may."""
-        is_due = all_due or self.is_always_due
-        return [piece for piece in self.pieces if is_due or piece.parameter.grad is not None]
+    def is_due(self, piece: Piece, *, all_due: bool = False) -> bool:
+        """Whether the update may change the piece: it has a gradient, or needs none; ``all_due``: no step is made."""
+        return all_due or self.is_always_due or piece.parameter.grad is not None
+
+    def pieces_due(self, *, all_due: bool = False) -> list[Piece]:
+        """The pieces that the update may change."""
+        return [piece for piece in self.pieces if self.is_due(piece, all_due=all_due)]
 
     @functools.cached_property
     def state_bytes(self) -> int:
@@ -248,7 +261,7 @@ def plan_chunks(subjects: Sequence[Subject], chunk_bytes: int) -> list[Chunk]:
 
 def on_device(subject: Subject) -> Subject:
     """The subject as it is with its state, and its update, where the parameter is."""
-    return _with_placement(subject, state="device", step="device")
+    return with_placement(subject, state="device", step="device")
 
 
 def whole_of_all(subjects: Sequence[Subject]) -> Chunk:
@@ -267,11 +280,12 @@ def _one_piece(subjects: Sequence[Subject]) -> Chunk:
     if address is None:
         subjects = [on_device(subject) for subject in subjects]
     elif not all(subject.is_host_stepped for subject in subjects):
-        subjects = [_with_placement(s, step="device") for s in subjects]
+        subjects = [with_placement(s, step="device") for s in subjects]
     return Chunk(tuple(_whole(subject) for subject in subjects), address)
 
 
-def _with_placement(subject: Subject, **changes: Any) -> Subject:
+def with_placement(subject: Subject, **changes: Any) -> Subject:
+    """The subject as it is with these fields of its placement changed."""
     return dataclasses.replace(subject, placement=dataclasses.replace(subject.placement, **changes))
 
 

@@ -13,8 +13,8 @@ import torch
 from sidestep.chunks import ALIGNMENT_BYTES, DECODABLE, ENCODED, MASTER, Chunk, Piece, aligned
 from sidestep.engine.codecs import decode, encode, key_of
 from sidestep.engine.device import Device
-from sidestep.engine.host_slots import HostRing, HostSlot
-from sidestep.engine.slots import Loose, Ring, Slot
+from sidestep.engine.host_slots import HostSlot
+from sidestep.engine.slots import Loose, Slot
 from sidestep.engine.stores import TensorLayout
 from sidestep.gradients import Inbound
 from sidestep.leaves import (
@@ -33,11 +33,10 @@ from sidestep.leaves import (
 )
 from sidestep.masters import follow, without_master
 from sidestep.offloaded import OffloadedGradient
-from sidestep.rest import StateAtRest, Wanted, may_rest
+from sidestep.rest import StateAtRest, Wanted, fetcher_of, may_rest
 from sidestep.wrapped import State
 
 AnySlot: TypeAlias = Slot | HostSlot
-AnyRing: TypeAlias = Ring | HostRing
 
 
 class Lent(NamedTuple):
@@ -86,6 +85,11 @@ class Loan:
         self.pieces: list[Lent] = []
         self.compound: list[tuple[Lent, str]] = []  # entries that the step left, of which the tensors inside move
         self._gradients: list[torch.Tensor | None] = []  # so that no other gets the id of one that was let go
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether state may leave the device."""
+        return self.chunk.address is not None
 
     def of_group(self, group: int) -> tuple[list[torch.nn.Parameter], list[str]]:
         """Parameters and their names."""
@@ -170,7 +174,7 @@ class Lender:
         views = slot.views()
         is_simple = slot.layout is None or not slot.layout.has_compound
         for piece in chunk.pieces:
-            is_due = self._all_due or chunk.is_always_due or piece.parameter.grad is not None
+            is_due = chunk.is_due(piece, all_due=self._all_due)
             lent = self._lend_piece(piece, slot, views.get(piece, _NOTHING), is_due=is_due)
             loan.pieces.append(lent)
             entries = self._entries_of(lent, is_simple=is_simple)
@@ -193,15 +197,24 @@ class Lender:
         stand_in = torch.nn.Parameter(values, parameter.requires_grad)
         vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
         given = self._gradient_of(piece, slot)
-        gradient, version = given, 0
-        if gradient is not None and given is not None:
-            gradient = gradient.to(values.dtype) if values is not near else gradient
-            if self._scaling is not None:
-                gradient = self._scaling.unscaled(gradient, is_of_master=values is not near)
-            if gradient.dtype != values.dtype:
-                stand_in.grad_dtype = gradient.dtype
-            stand_in.grad, version = gradient, gradient._version
-        return Lent(piece, stand_in, near, values, own, in_slot, version if gradient is given else None, gradient)
+        if given is None:
+            return Lent(piece, stand_in, near, values, own, in_slot)
+        gradient = self._lend_gradient(given, stand_in, is_of_master=values is not near)
+        version = gradient._version if gradient is given else None
+        return Lent(piece, stand_in, near, values, own, in_slot, version, gradient)
+
+    def _lend_gradient(
+        self, gradient: torch.Tensor, stand_in: torch.nn.Parameter, *, is_of_master: bool
+    ) -> torch.Tensor:
+        """The gradient as the optimizer sees it: unscaled, in fp32 for a master."""
+        if is_of_master:
+            gradient = gradient.to(stand_in.dtype)
+        if self._scaling is not None:
+            gradient = self._scaling.unscaled(gradient, is_of_master=is_of_master)
+        if gradient.dtype != stand_in.dtype:
+            stand_in.grad_dtype = gradient.dtype
+        stand_in.grad = gradient
+        return gradient
 
     def _gradient_of(self, piece: Piece, slot: AnySlot) -> torch.Tensor | None:
         gradient = piece.parameter.grad
@@ -247,42 +260,38 @@ class Lender:
             self._before[piece.parameter] = dict(own)
         return self._before[piece.parameter]
 
-    def take_back(self, loan: Loan, slot: AnySlot, ring: AnyRing | None) -> tuple[list[Loose], bool]:
+    def take_back(self, loan: Loan, slot: AnySlot) -> tuple[list[Loose], bool]:
         """Settle what the step left: scalars in the optimizer's state, tensors in the slot or on their way out.
 
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.
         """
         moved: list[Moved] = []
-        buffer = slot.buffer if isinstance(slot, Slot) else None
-        in_slot = None if buffer is None else storage_of(buffer)
+        the_engines = slot.storages()
         for lent in loan.pieces:
             after = loan.state.get(lent.stand_in)
-            if lent.is_itself and in_slot is not None and storage_of(lent.stand_in) == in_slot:
+            if lent.is_itself and storage_of(lent.stand_in) in the_engines:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             if not lent.is_itself:
-                moved += self._take_back_values(lent, after, slot, ring)
+                moved += self._take_back_values(loan, lent, after, slot)
             if after is None and lent.own is not None and lent.piece.start == 0:
                 self._drop_state(lent)
             if after is None or (lent.piece.is_slice and not after):
                 continue
             if lent.piece.subject.encoded:
                 after = loan.state[lent.stand_in] = self._encoded(lent, after)
-            moved += self._take_back_entries(loan, lent, after, slot, ring)
+            moved += self._take_back_entries(loan, lent, after, slot)
         if loan.chunk.is_coupled:
             self._state.update({key: value for key, value in loan.state.items() if not _is_parameter(key)})
         if not moved and not loan.compound:
             return [], True
-        assert ring is not None
-        settled = self._settle(moved, loan, slot, ring)
+        settled = self._settle(moved, loan, slot)
         for lent, name in loan.compound:
             homes = self._at_rest.homes.get(lent.piece.parameter, {})
             at_rest = {key: home.tensor for key, home in homes.items() if isinstance(key, tuple)}
             self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
         return settled
 
-    def _take_back_values(
-        self, lent: Lent, entries: Entries | None, slot: AnySlot, ring: AnyRing | None
-    ) -> list[Moved]:
+    def _take_back_values(self, loan: Loan, lent: Lent, entries: Entries | None, slot: AnySlot) -> list[Moved]:
         """The parameter gets the values that the optimizer gave its stand-in. Returns the master if it has moved.
 
         ``entries``: the state that it left.
@@ -299,7 +308,7 @@ class Lender:
         if not lent.is_master or (is_in_place and is_at_home):
             return []
         master = _apart_from(slot, after)
-        if ring is not None and _may_leave(master, piece):
+        if loan.is_offloaded and _may_leave(master, piece):
             return [Moved(lent, MASTER, master)]
         self._state[piece.parameter][MASTER] = master
         self._at_rest.drop_entry(piece.parameter, MASTER)
@@ -342,9 +351,7 @@ class Lender:
             self._state.pop(parameter, None)
             self._at_rest.drop_all(parameter)
 
-    def _take_back_entries(
-        self, loan: Loan, lent: Lent, after: Entries, slot: AnySlot, ring: AnyRing | None
-    ) -> list[Moved]:
+    def _take_back_entries(self, loan: Loan, lent: Lent, after: Entries, slot: AnySlot) -> list[Moved]:
         """Returns the tensors that are not where they belong."""
         piece, own, in_slot = lent.piece, lent.own, lent.in_slot
         if own is None:
@@ -355,11 +362,11 @@ class Lender:
                 continue
             if value is own.get(name, _MISSING) and not is_compound(value):
                 continue
-            if ring is not None and not piece.is_slice and is_compound(value):
+            if loan.is_offloaded and not piece.is_slice and is_compound(value):
                 own[name] = value
                 loan.compound.append((lent, name))
-                moved += self._take_back_compound(loan, lent, name, slot, ring)
-            elif ring is not None and _may_leave(value, piece):
+                moved += self._take_back_compound(loan, lent, name, slot)
+            elif loan.is_offloaded and _may_leave(value, piece):
                 moved.append(Moved(lent, name, value))
             elif piece.start == 0:
                 own[name] = _apart_from(slot, value)
@@ -386,7 +393,7 @@ class Lender:
             del own[name]
             self._at_rest.drop_entry(lent.piece.parameter, name)
 
-    def _take_back_compound(self, loan: Loan, lent: Lent, name: str, slot: AnySlot, ring: AnyRing) -> list[Moved]:
+    def _take_back_compound(self, loan: Loan, lent: Lent, name: str, slot: AnySlot) -> list[Moved]:
         """Returns the tensors inside that are not where they belong."""
         value = loan.state[lent.stand_in][name]
         inside = dict(tensors_within(name, value))
@@ -401,10 +408,10 @@ class Lender:
         loan.state[lent.stand_in][name] = _all_apart_from(slot, name, value, but=with_homes)
         return leaving
 
-    def _settle(self, moved: list[Moved], loan: Loan, slot: AnySlot, ring: AnyRing) -> tuple[list[Loose], bool]:
+    def _settle(self, moved: list[Moved], loan: Loan, slot: AnySlot) -> tuple[list[Loose], bool]:
         """Find homes for the tensors that the step made or replaced, and choose how the chunk's state goes there."""
         moved = [Moved(lent, key, _apart_from(slot, value)) for lent, key, value in moved]
-        self._make_homes(moved, None if loan.chunk.is_host_stepped else ring.device)
+        self._make_homes(moved, fetcher_of(loan.chunk))
         for lent, key, _ in moved:
             home = self._at_rest.homes[lent.piece.parameter][key]
             if not isinstance(key, tuple):
@@ -538,4 +545,4 @@ def _all_apart_from(slot: AnySlot, name: str, value: Any, but: Collection[Key]) 
 
 def _is_within(slot: AnySlot, value: Any) -> bool:
     """Whether it is a tensor in the slot's memory."""
-    return isinstance(value, torch.Tensor) and is_strided(value) and storage_of(value) in slot.storages()
+    return is_strided(value) and storage_of(value) in slot.storages()

@@ -1,12 +1,11 @@
 """Masters: the fp32 copies of 16-bit parameters that the update is applied to.
 
-A master is an entry of its parameter's state with a home like any other, but the wrapped optimizer never sees it there:
-it is lent the master in the parameter's place.
+A master is an entry of its parameter's state, which rests as any other does, but the wrapped optimizer never sees it
+there: it is lent the master in the parameter's place.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -42,17 +41,16 @@ def conform(subject: Subject, entries: Entries) -> None:
 
     The state beside a master is in its dtype. A master that is not wanted goes, and so does the precision it gave.
     """
-    kinds = subject.cutting.kinds_for(subject.parameter)
     master = entries.get(MASTER)
     if not subject.has_master and (master is None or is_the_optimizers(subject)):
         return
     if master is not None and not (subject.has_master and _is_master_of(master, subject.parameter)):
         del entries[MASTER]
-    for kind in kinds:
-        value = entries.get(kind.name)
-        is_own = kind.dtype is None and kind.name not in subject.encoded
-        if is_own and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
-            entries[kind.name] = value.to(subject.stepped_dtype)
+    for name, own_dtype in subject.dtypes.items():
+        value = entries.get(name)
+        follows = own_dtype is None and name not in subject.encoded
+        if follows and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
+            entries[name] = value.to(subject.stepped_dtype)
             if subject.has_master and MASTER not in entries:  # it says that the rest has its precision
                 where = torch.device("cpu") if MASTER in dict(subject.predicted) else subject.steps_at
                 entries[MASTER] = subject.parameter.detach().to(where).to(torch.float32)
@@ -64,18 +62,12 @@ def is_the_optimizers(subject: Subject) -> bool:
     return names is None or MASTER in names
 
 
-def without(subject: Subject) -> Subject:
-    """The subject as it is where its parameter has no master."""
-    return dataclasses.replace(subject, placement=dataclasses.replace(subject.placement, master=None))
-
-
 def plain_dtype(subject: Subject, name: Any, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the plain optimizer would have this state tensor, which is of ``dtype`` here."""
-    kinds = {kind.name: kind.dtype for kind in subject.cutting.kinds_for(subject.parameter)}
+    own = subject.dtypes.get(name, dtype)
     if name in subject.encoded:
-        return kinds[name] or subject.parameter.dtype
-    follows = subject.has_master and name in kinds and kinds[name] is None
-    return subject.parameter.dtype if follows else dtype
+        return own or subject.parameter.dtype
+    return subject.parameter.dtype if subject.has_master and own is None else dtype
 
 
 def _is_master_of(master: object, parameter: torch.Tensor) -> bool:

@@ -244,10 +244,14 @@ def _layout_like(subject: Subject, dtype: torch.dtype) -> TensorLayout:
     return TensorLayout(dtype, parameter.shape, parameter.stride())
 
 
+def fetcher_of(chunk: Chunk) -> Device | None:
+    """The device that fetches the chunk's state; ``None`` where it is updated on the host, or stays."""
+    return None if chunk.address is None or chunk.is_host_stepped else device_at(chunk.address)
+
+
 def dtype_of(subject: Subject, key: Key) -> torch.dtype:
     """The dtype in which the optimizer knows an entry that is encoded at rest, or was."""
-    kinds = {kind.name: kind.dtype for kind in subject.cutting.kinds_for(subject.parameter)}
-    return kinds.get(key if isinstance(key, str) else "") or subject.stepped_dtype
+    return subject.dtypes.get(key if isinstance(key, str) else "") or subject.stepped_dtype
 
 
 def encode_strangers(subject: Subject, entries: Entries) -> None:

@@ -4,6 +4,9 @@ For each chunk, in order: its state is fetched into a slot, the wrapped optimize
 parameters with the state tensors being views of the slot, and the new state is evicted to where it rests. The ring has
 a few slots, so that chunk k+1 is fetched while chunk k is updated and chunk k-1 evicted. At the end the ring is filled
 again with the first chunks of the next step, which arrive while forward and backward run.
+
+A gradient that rests on the host comes with its chunk. Chunks whose update runs on the host come last: there it is the
+parameters and gradients that are brought, into slots on the host, and the new parameters that go back.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 
 from sidestep.chunks import Chunk
 from sidestep.engine.host_slots import HostRing
+from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.slots import Ring, Slot
 from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
@@ -55,13 +59,14 @@ class Step:
         self._whole = whole_of(optimizer)
         self._update = update
         self._groups: list[Group] = optimizer.param_groups
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.is_host_stepped)  # the device works while the host does
+        self._on_device = [chunk for chunk in chunks if not chunk.is_host_stepped]
+        self._on_host = [chunk for chunk in chunks if chunk.is_host_stepped]
         self._idle_groups = idle_groups
         self._rings = rings
         self._host_rings = host_rings
         self._at_rest = at_rest
         rounding = {index: tuple(group[ROUNDING]) for index, group in enumerate(self._groups) if ROUNDING in group}
-        self._inbound = Inbound([chunk for chunk in self._chunks if not chunk.is_host_stepped])
+        self._inbound = Inbound(self._on_device)
         unscales = getattr(optimizer, "grad_scale", None) is not None  # fused kernels do, and count no versions
         self._lender = Lender(
             optimizer.state,
@@ -90,9 +95,12 @@ class Step:
     def run(self) -> None:
         """The step. On return all work is enqueued; state is at rest once the rings have landed."""
         self._expect()
-        self._expect_on_host()
-        for chunk in self._chunks:
-            self._step_chunk(chunk)
+        for address, host_ring in self._host_rings.items():
+            host_ring.expect(self._upcoming(self._on_host, address), all_due=not self._is_counted)
+        for chunk in self._on_device:  # first, so that the device works while the host does
+            self._step_on_device(chunk)
+        for chunk in self._on_host:
+            self._step_on_host(chunk)
         self._update_idle_groups()
         self._values.write_back()
         if self._is_counted:
@@ -110,16 +118,13 @@ class Step:
         vars(self._optimizer).update(self._whole)
         self._inbound.abandon()
 
-    def _step_chunk(self, chunk: Chunk) -> None:
-        if chunk.is_host_stepped:
-            self._step_on_host(chunk)
-            return
+    def _step_on_device(self, chunk: Chunk) -> None:
         self._inbound.take(chunk)
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
         slot = ring.take(chunk) if ring is not None else Slot()
         loan = self._lender.lend(chunk, slot)
         self._update_chunk(loan)
-        loose, with_slot = self._lender.take_back(loan, slot, ring)
+        loose, with_slot = self._lender.take_back(loan, slot)
         if ring is not None:
             ring.evict(slot, loose, with_slot=with_slot)
 
@@ -130,7 +135,7 @@ class Step:
         with host_threads():
             loan = self._lender.lend(chunk, slot)
             self._update_chunk(loan)
-            loose, _ = self._lender.take_back(loan, slot, ring)
+            loose, _ = self._lender.take_back(loan, slot)
         for item in loose:
             item.target.copy_(memory_of(item.tensor))
         ring.give_back(slot)
@@ -142,15 +147,11 @@ class Step:
                 group[ROUNDING] = (seed, step + 1)
 
     def _expect(self) -> None:
-        on_device = [chunk for chunk in self._chunks if not chunk.is_host_stepped]
         for address, ring in self._rings.items():
-            ring.expect([(chunk, self._at_rest.layout(chunk)) for chunk in on_device if chunk.address == address])
+            ring.expect(self._upcoming(self._on_device, address))
 
-    def _expect_on_host(self) -> None:
-        on_host = [chunk for chunk in self._chunks if chunk.is_host_stepped]
-        for address, ring in self._host_rings.items():
-            upcoming = [(chunk, self._at_rest.layout(chunk)) for chunk in on_host if chunk.address == address]
-            ring.expect(upcoming, all_due=not self._is_counted)
+    def _upcoming(self, chunks: Sequence[Chunk], address: torch.device) -> list[tuple[Chunk, ChunkLayout]]:
+        return [(chunk, self._at_rest.layout(chunk)) for chunk in chunks if chunk.address == address]
 
     def _update_chunk(self, loan: Loan) -> None:
         on_host = loan.chunk.is_host_stepped
@@ -191,7 +192,7 @@ class Step:
 
     def _chunks_of_each_group(self) -> list[int]:
         counts = [0] * len(self._groups)
-        for chunk in self._chunks:
+        for chunk in (*self._on_device, *self._on_host):
             for group in chunk.groups:
                 counts[group] += 1
         return counts
