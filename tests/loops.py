@@ -106,6 +106,12 @@ def copied(value: Any) -> Any:
     return copy.copy(value)
 
 
+def scaled_backward(scaler: torch.amp.GradScaler, model: nn.Module, number: int, *, is_bad: bool) -> None:
+    """Backward of the scaled loss of batch ``number``; ``is_bad``: of a loss that is not finite."""
+    loss = loss_of(model, number)
+    scaler.scale(loss * float("inf") if is_bad else loss).backward()
+
+
 def outcome(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[str, Any]:
     """Everything that training has made, on the host: parameters, buffers, optimizer state and groups, and ``more``."""
     return copied({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more})

@@ -10,9 +10,9 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sidestep.chunks import Chunk, Piece
@@ -77,7 +77,7 @@ class GradientsOnHost:
 
     def __init__(self, store: HostStore, traffic: Traffic) -> None:
         self._shared = Shared(store, traffic)
-        self._hooks = WeakTensorKeyDictionary()
+        self._hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -85,13 +85,13 @@ class GradientsOnHost:
         wanted = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
         kept = set(wanted)
         for parameter in [parameter for parameter in list(self._hooks) if parameter not in kept]:
-            self._hooks.pop(parameter).remove()  # type: ignore[no-untyped-call]
+            self._hooks.pop(parameter).remove()
         owner = weakref.ref(self)
         for parameter in wanted:
             if parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_hook_of(owner))  # type: ignore[no-untyped-call]
 
-    def depart(self, parameter: torch.nn.Parameter) -> None:
+    def depart(self, parameter: torch.Tensor) -> None:
         """Send the gradient that backward has just made out, and let another tensor stand for it."""
         device = device_at(parameter.device)
         if device is None or device.is_capturing() or not is_strided(parameter.grad) or not _is_nobodys(parameter):
@@ -139,14 +139,14 @@ class GradientsOnHost:
         self._shared.limit(byte_count)
 
 
-def _is_nobodys(parameter: torch.nn.Parameter) -> bool:
+def _is_nobodys(parameter: torch.Tensor) -> bool:
     """Whether nobody else has its gradient, or memory of it, who would not see what is done to it later."""
     names, uses = _counts(parameter)
     least_names, least_uses = _least_counts()
     return names <= least_names and uses <= least_uses
 
 
-def _counts(parameter: torch.nn.Parameter) -> tuple[int, int]:
+def _counts(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
     assert gradient is not None
     return sys.getrefcount(gradient), torch._C._storage_Use_Count(storage_of(gradient))
@@ -164,11 +164,11 @@ def _hook_of(owner: weakref.ref[GradientsOnHost]) -> Callable[[torch.Tensor], No
     def leave(parameter: torch.Tensor) -> None:
         gradients = owner()
         if gradients is not None:
-            gradients.depart(parameter)  # type: ignore[arg-type]
+            gradients.depart(parameter)
 
     return leave
 
 
-def _remove(hooks: MutableMapping[torch.Tensor, RemovableHandle]) -> None:
+def _remove(hooks: MutableMapping[torch.Tensor, Any]) -> None:
     for handle in list(hooks.values()):
         handle.remove()

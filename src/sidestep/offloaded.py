@@ -166,7 +166,7 @@ class Content:
             self._way[0].abandon(arrival)
 
     def put_part(self, piece: Piece, tensor: torch.Tensor) -> None:
-        """The update has changed a piece of the gradient, or all of it: if one piece then each, the last one last."""
+        """The update has changed this piece of the gradient. Who puts one slice puts all, the last one last."""
         if not piece.is_slice:
             self.put(tensor)
         elif self._way is not None and self._is_contiguous:
@@ -239,6 +239,7 @@ class Content:
 class OffloadedGradient(torch.Tensor):
     """Stands for a gradient that rests on the host, or for a view of one; made by the hooks of ``GradientsOnHost``."""
 
+    rests_on_host = True  # for those who may not know this class
     content: Content
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -47,7 +47,8 @@ def offload(
     """Let the optimizer's state rest in host memory. The numbers stay bit for bit those of the plain optimizer.
 
     Use the result in the optimizer's place; the rest of the loop is unchanged. Nothing is moved before the first step,
-    so this may come before ``model.to(device)``. Where parameters are on the host already, steps are the plain ones.
+    so this may come before ``model.to(device)``. Where parameters are on the host already, steps are the plain ones, on
+    their masters if the placement wants masters.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` but LBFGS, with or without state.

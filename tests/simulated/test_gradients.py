@@ -28,8 +28,8 @@ every_step = pytest.mark.parametrize("step", STEPS)
 BOUND_BYTES = 3 * loops.CHUNK_BYTES
 
 
-def placement(step: str = "device", **more: Any) -> sidestep.Placement:
-    return sidestep.Placement(gradients="host", step=step, min_elements=loops.MIN_ELEMENTS, **more)  # type: ignore[arg-type]
+def placement(step: Any = "device", **more: Any) -> sidestep.Placement:
+    return sidestep.Placement(gradients="host", step=step, min_elements=loops.MIN_ELEMENTS, **more)
 
 
 def assert_same(run: loops.Run, step: str = "device", **settings: Any) -> None:
@@ -241,8 +241,7 @@ def test_10_with_a_scaler(settings: dict[str, bool], unscales: bool, step: str) 
         norms = []
         for number in range(5):
             optimizer.zero_grad()
-            loss = loss_of(model, number)
-            scaler.scale(loss * float("inf") if number == bad else loss).backward()
+            loops.scaled_backward(scaler, model, number, is_bad=number == bad)
             if unscales:
                 scaler.unscale_(optimizer)
                 norms.append(clip_grad_norm_(model.parameters(), 0.05))
@@ -910,7 +909,7 @@ def test_the_user_sees_what_the_optimizer_makes_of_gradients(kind: Any, where: s
             norms.append(get_total_norm(gradients(model)))
         return outcome(model, optimizer, norms=norms)
 
-    place = sidestep.Placement(gradients=where, step=step, min_elements=loops.MIN_ELEMENTS)  # type: ignore[arg-type]
+    place = sidestep.Placement(gradients=where, step=step, min_elements=loops.MIN_ELEMENTS)
     assert_same_as_plain(run, placement=place, **loops.BRIEFLY)
 
 

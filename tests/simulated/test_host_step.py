@@ -1,4 +1,4 @@
-"""The step on the host, by torch's own CPU code: in simulation device and host compute alike, so bits are the same."""
+"""The step on the host, by the optimizer's own code on CPU tensors: in simulation device and host compute alike, so bits are the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import sidestep
 from sidestep.engine.threads import host_threads, wanted_threads
@@ -147,8 +148,7 @@ def test_with_a_scaler(settings: dict[str, Any]) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         for step in range(5):
             optimizer.zero_grad()
-            loss = loss_of(model, step)
-            scaler.scale(loss * float("inf") if step == bad else loss).backward()
+            loops.scaled_backward(scaler, model, step, is_bad=step == bad)
             scaler.step(optimizer)
             scaler.update()
         if isinstance(optimizer, sidestep.OffloadOptimizer):
@@ -345,6 +345,43 @@ def test_gradients_of_a_subclass_count() -> None:
     assert_same(run, **loops.BRIEFLY)
 
 
+class Twice(torch.Tensor):
+    """A tensor made of another one, which it doubles as soon as somebody reads it."""
+
+    half: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(half: torch.Tensor) -> Twice:
+        address = torch._C.TensorBase.device.__get__(half)
+        made: Twice = torch.Tensor._make_wrapper_subclass(
+            Twice, half.shape, half.stride(), dtype=half.dtype, device=address
+        )
+        made.half = half
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.half * 2 if isinstance(x, Twice) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("placement", [loops.PLACEMENT, PLACEMENT, MASTERED], ids=str)
+def test_gradients_made_of_other_tensors_count(placement: sidestep.Placement) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device)
+        optimizer = wrap(adamw(model))
+        for step in range(3):
+            backward(model, step)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = Twice.of(parameter.grad)
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same(run, placement=placement, **loops.BRIEFLY)
+
+
 def test_an_edit_made_with_a_change_of_placement_is_honoured() -> None:
     def run(device: SimulatedDevice, wrap: Wrap) -> Any:
         model = net_on(device)
@@ -368,7 +405,7 @@ def test_skipped_steps_are_no_steps() -> None:
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
             for step in range(3):
                 optimizer.zero_grad()
-                scaler.scale(loss_of(model, step) * (float("inf") if step == 1 else 1)).backward()
+                loops.scaled_backward(scaler, model, step, is_bad=step == 1)
                 scaler.step(optimizer)
                 scaler.update()
             assert (optimizer.report().steps, optimizer.report().skipped_steps) == (2, 1)

@@ -188,8 +188,7 @@ def test_fp16_parameters_with_a_scaler(name: str) -> None:
         scales = []
         for step in range(6):
             optimizer.zero_grad()
-            loss = loss_of(model, step)
-            scaler.scale(loss * float("inf") if step == bad else loss).backward()
+            loops.scaled_backward(scaler, model, step, is_bad=step == bad)
             before = outcome(model, optimizer)
             scaler.step(optimizer)
             if step == bad:
@@ -232,8 +231,7 @@ def test_10_skipped_steps_of_fp32_parameters_under_autocast_are_counted(settings
         for step in range(6):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, step)
-            scaler.scale(loss * float("inf") if step in bad else loss).backward()
+                loops.scaled_backward(scaler, model, step, is_bad=step in bad)
             scaler.step(optimizer)
             scaler.update()
         assert optimizer.report().skipped_steps == len(bad)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sidestep
+from sidestep.placement import Runs
 from sidestep.testing import SimulatedDevice
 from tests import homemade, loops
 from tests.loops import assert_equal, copied, loss_of, net_on
@@ -42,8 +43,8 @@ KINDS: dict[str, Any] = {
 class Place:
     """Where things rest, and how they are cut."""
 
-    step: str = "device"
-    gradients: str = "device"
+    step: Runs = "device"
+    gradients: Runs = "device"
     chunk_bytes: int | None = None
     slots: int = 1
     pinned_memory: int | None = None
@@ -91,8 +92,8 @@ class World:
     def placement(self, place: Place) -> sidestep.Placement:
         place = SIMPLEST if self.is_simple else place
         return sidestep.Placement(
-            step=place.step,  # type: ignore[arg-type]
-            gradients=place.gradients,  # type: ignore[arg-type]
+            step=place.step,
+            gradients=place.gradients,
             min_elements=loops.MIN_ELEMENTS,
             **PRECISIONS[self.precision],
         )
@@ -132,8 +133,7 @@ class World:
     def do_scale(self, seed: int, is_bad: bool) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
         self.model.zero_grad()
-        loss = loss_of(self.model, seed)
-        scaler.scale(loss * float("inf") if is_bad else loss).backward()
+        loops.scaled_backward(scaler, self.model, seed, is_bad=is_bad)
         scaler.step(self.optimizer)
         scaler.update()
         self.model.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ Numbers = list[torch.Tensor]
 Loop = Callable[[SimulatedDevice, bool], Numbers]
 
 
-def offload(optimizer: torch.optim.Optimizer, **settings: object) -> torch.optim.Optimizer:
-    placement = sidestep.Placement(min_elements=64, **settings.pop("placed", {}))  # type: ignore[call-overload]
-    return sidestep.offload(optimizer, placement, chunk_bytes=CHUNK_BYTES, **settings)  # type: ignore[arg-type]
+def offload(optimizer: torch.optim.Optimizer, placed: Any = None, **settings: Any) -> torch.optim.Optimizer:
+    placement = sidestep.Placement(min_elements=64, **(placed or {}))
+    return sidestep.offload(optimizer, placement, chunk_bytes=CHUNK_BYTES, **settings)
 
 
 def parameters_on(device: SimulatedDevice) -> list[torch.nn.Parameter]:
@@ -125,8 +126,9 @@ def read_aside(device: SimulatedDevice, offloaded: bool) -> Numbers:
     for factor in (1.0, 2.0, 3.0):
         optimizer.zero_grad()
         (parameters[0].pow(2).sum() * factor).backward()
+        assert parameters[0].grad is not None
         with device.stream(side):
-            seen.append(parameters[0].grad * 2)  # type: ignore[operator]
+            seen.append(parameters[0].grad * 2)
     device.drain()
     return [tensor.cpu() for tensor in seen]
 

@@ -42,6 +42,7 @@ from tests.loops import (
     outcome,
     plain,
     saved,
+    scaled_backward,
     state_tensors,
     train,
 )
@@ -360,8 +361,7 @@ def test_10_a_step_with_inf_gradients_is_skipped(settings: dict[str, bool], unsc
         scales, before = [], None
         for step in range(5):
             optimizer.zero_grad()
-            loss = loss_of(model, step)
-            scaler.scale(loss * float("inf") if step == bad else loss).backward()
+            scaled_backward(scaler, model, step, is_bad=step == bad)
             if unscales:
                 scaler.unscale_(optimizer)
             if step == bad:

@@ -153,9 +153,9 @@ class HostRing:
         for piece in chunk.pieces_due(all_due=self._all_due):
             tensors = [(slot.values, piece.part_of(piece.parameter.detach()))]
             gradient = piece.parameter.grad
-            if gradient is not None and gradient.layout is not torch.strided:
-                slot.gradients[piece] = gradient.detach().cpu()
-            elif _has_memory(gradient):
+            if _is_odd(gradient):
+                slot.gradients[piece] = piece.part_of(gradient.detach()).cpu()
+            elif _is_plain(gradient):
                 whole = gradient.detach().as_subclass(torch.Tensor)
                 tensors.append((slot.gradients, _dense(piece.part_of(whole))))
             for places, source in tensors:
@@ -190,8 +190,13 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
-def _has_memory(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor with memory of its own, not one that stands for another, which is on the host already."""
+def _is_odd(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether it is sparse, or made of other tensors; not one that is on the host already."""
+    return not (gradient is None or _is_plain(gradient) or hasattr(gradient, "rests_on_host"))
+
+
+def _is_plain(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor with memory of its own."""
     if gradient is None or gradient.layout is not torch.strided:
         return False
     return type(gradient).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
@@ -203,5 +208,5 @@ def _byte_count(pieces: Sequence[Piece]) -> int:
     for piece in pieces:
         gradient = piece.parameter.grad
         count += aligned(piece.elements * piece.parameter.itemsize)
-        count += aligned(piece.elements * gradient.itemsize) if _has_memory(gradient) else 0
+        count += aligned(piece.elements * gradient.itemsize) if _is_plain(gradient) else 0
     return count
