@@ -1,4 +1,4 @@
-"""The step on the host, by the optimizer's own code on CPU tensors: in simulation device and host compute alike, so bits are the same."""
+"""The step on the host. In simulation device and host compute alike, so bits are those of plain."""
 
 from __future__ import annotations
 
