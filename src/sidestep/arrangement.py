@@ -35,6 +35,7 @@ from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, fetcher_of, may_rest, to_device
+from sidestep.shards import as_shard_of, gradient_of, local_of
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
 from sidestep.wrapped import ROUNDING, Group, State, Update, own_update, parameters_of
@@ -146,15 +147,16 @@ class Arrangement:
     def _unscale_gradients(self, scaling: Scaling) -> None:
         """Leave gradients as the optimizer would have, had it been given the scaled ones."""
         for parameter in parameters_of(self.optimizer.param_groups):
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                parameter.grad.copy_(scaling.unscaled(parameter.grad))
+            gradient = gradient_of(parameter)
+            if gradient is not None and gradient.layout is torch.strided:
+                gradient.copy_(scaling.unscaled(gradient))
 
     def _bring_views_of_gradients(self) -> None:
         """Somebody may have assigned a view of an offloaded gradient: an ordinary tensor will do."""
         for parameter in parameters_of(self.optimizer.param_groups):
-            gradient = parameter.grad
+            gradient = gradient_of(parameter)
             if isinstance(gradient, OffloadedGradient) and not gradient.is_whole:
-                parameter.grad = gradient.whole()
+                parameter.grad = as_shard_of(parameter.grad, gradient.whole())
 
     def _reach_of(self, name: str, method: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> probe.Reach:
         if not all(isinstance(value, _PLAIN) for value in (*args, *kwargs.values())):
@@ -360,7 +362,7 @@ class Arrangement:
         for group in self.optimizer.param_groups:
             structure.append(len(group["params"]))
             for parameter in group["params"]:
-                gradient, address = parameter.grad, parameter.device
+                gradient, address = gradient_of(parameter), parameter.device
                 is_odd = False
                 if gradient is not None:
                     is_odd = gradient.layout is not torch.strided or gradient.dtype != parameter.dtype
@@ -385,6 +387,7 @@ class Arrangement:
         self.subjects = list(self._make_subjects())
         for subject in self.subjects:
             masters.check(subject)
+            _check_shard(subject)
         chunk_bytes = self.settings.chunk_bytes
         self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
@@ -665,10 +668,23 @@ class Arrangement:
         del self.rings[address]
 
 
+def _check_shard(subject: Subject) -> None:
+    """Refuse what needs an update of this process's part alone where the update looks at the whole parameter."""
+    placement = subject.placement
+    asked = [f'step="{placement.step}"'] if placement.step == "host" else []
+    asked += [f"state_dtype={placement.state_dtype}"] if placement.state_dtype is not None else []
+    if subject.is_spread and subject.offloads and asked:
+        raise UnsupportedOptimizerError(
+            f"Placement({', '.join(asked)}) needs an update that treats each element of {subject.name} alone, as it is"
+            " sharded and each rank has a part of it; this optimizer looks at all of it. Leave that out for it: its"
+            " state can rest on the host all the same"
+        )
+
+
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of these tensors; memory that several of them share counts once."""
     storages = {}
-    for tensor in tensors:
+    for tensor in map(local_of, tensors):
         parts = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
         storages.update({storage_of(part): part.untyped_storage().nbytes() for part in parts})
     return sum(storages.values())

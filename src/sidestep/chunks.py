@@ -13,6 +13,7 @@ from sidestep.errors import CapacityError
 from sidestep.leaves import PLAIN_TENSORS, is_dense
 from sidestep.placement import Placement
 from sidestep.probe import Cutting
+from sidestep.shards import is_sharded, local_of
 from sidestep.twins import CUT_ELEMENTS, Cut
 
 _HOST = torch.device("cpu")
@@ -60,9 +61,29 @@ class Subject:
         return self.is_on_device and self.placement.offloads
 
     @functools.cached_property
+    def is_shard(self) -> bool:
+        """Whether this process's part of a sharded parameter is updated as if it were a parameter of its own."""
+        return self.cutting.cut is Cut.ELEMENT and is_sharded(self.parameter)
+
+    @functools.cached_property
+    def is_spread(self) -> bool:
+        """Whether it is sharded, but updated as one, by operations that all ranks take part in."""
+        return not self.is_shard and is_sharded(self.parameter)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """What is updated: the parameter, or its shard. Of a parameter that FSDP has reset it is another each time."""
+        return local_of(self.parameter) if self.is_shard else self.parameter
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """How many are updated here. Of a sharded parameter that is updated as one, all: ranks must plan alike."""
+        return self.own.numel()
+
+    @functools.cached_property
     def is_small(self) -> bool:
         """Whether state of the parameter's shape stays where the optimizer put it."""
-        return self.parameter.numel() < self.placement.min_elements
+        return self.elements < self.placement.min_elements
 
     @functools.cached_property
     def has_master(self) -> bool:
@@ -82,7 +103,7 @@ class Subject:
         """
         if not (self.is_on_device and self.placement.step == "host" and self.placement.offloads):
             return False
-        is_plain = type(self.parameter) in PLAIN_TENSORS and is_dense(self.parameter)
+        is_plain = type(self.own) in PLAIN_TENSORS and is_dense(self.own)
         return is_plain and (not self.is_small or self.cutting.cut >= Cut.GROUP)
 
     @property
@@ -142,16 +163,16 @@ class Subject:
 
         Of a parameter that may be cut, only what is shaped as it is leaves the device, and that is predicted.
         """
-        predicted = sum(aligned(self.parameter.numel() * itemsize) for itemsize in self.itemsizes)
-        has_more = self.offloads and not self.is_sliceable and not self.is_host_stepped
+        predicted = sum(aligned(self.elements * itemsize) for itemsize in self.itemsizes)
+        has_more = self.offloads and not (self.is_sliceable or self.is_host_stepped or self.is_spread)
         return max(predicted, self.bytes_at_rest) if has_more else predicted
 
     @functools.cached_property
     def is_sliceable(self) -> bool:
         """Whether it may be cut inside: bit-equal in any dtype on a device, in fp32 and fp64 on CPU kernels."""
-        parameter = self.parameter
+        own = self.own
         exact = self.steps_at.type != "cpu" or self.stepped_dtype in (torch.float32, torch.float64)
-        is_plain = type(parameter) in PLAIN_TENSORS and parameter.is_contiguous()
+        is_plain = type(own) in PLAIN_TENSORS and own.is_contiguous()
         return self.cutting.cut is Cut.ELEMENT and exact and is_plain and not self.is_whole
 
 
@@ -171,7 +192,7 @@ class Piece:
     @functools.cached_property
     def is_slice(self) -> bool:
         """Whether it is less than the whole parameter."""
-        return self.stop - self.start != self.parameter.numel()
+        return self.stop - self.start != self.subject.elements
 
     @functools.cached_property
     def elements(self) -> int:
@@ -179,8 +200,12 @@ class Piece:
         return self.stop - self.start
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What belongs to this piece of a tensor shaped as the parameter: all of it, or elements in one dimension."""
-        return tensor.reshape(-1)[self.start : self.stop] if self.is_slice else tensor
+        """What belongs to this piece of a tensor shaped as the parameter: all of it, or elements in one dimension.
+
+        Of a tensor that is sharded as the parameter is, what is here; or all, where it is updated as one.
+        """
+        own: torch.Tensor = local_of(tensor) if self.subject.is_shard else tensor
+        return own.reshape(-1)[self.start : self.stop] if self.is_slice else own
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -315,11 +340,11 @@ def _pack(subjects: Sequence[Subject], chunk_bytes: int, address: torch.device) 
 
 
 def _whole(subject: Subject) -> Piece:
-    return Piece(subject, 0, subject.parameter.numel())
+    return Piece(subject, 0, subject.elements)
 
 
 def _slices(subject: Subject, chunk_bytes: int) -> list[Piece]:
-    elements = subject.parameter.numel()
+    elements = subject.elements
     least = CUT_ELEMENTS * subject.bytes_per_element
     if chunk_bytes < least:
         raise CapacityError(

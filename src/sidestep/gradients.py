@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from sidestep.engine.traffic import Traffic
 from sidestep.engine.transit import Arrival
 from sidestep.leaves import is_dense, is_strided, storage_of
 from sidestep.offloaded import Content, OffloadedGradient, Shared
+from sidestep.shards import as_shard_of, gradient_of, is_sharded, local_of
 
 
 class Inbound:
@@ -62,12 +64,12 @@ class Inbound:
         if chunk not in self._begun:
             arrivals = self._begun[chunk] = {}
             for piece in chunk.pieces:
-                if isinstance(piece.parameter.grad, OffloadedGradient):
+                if isinstance(gradient_of(piece.parameter), OffloadedGradient):
                     arrivals[piece] = _content_of(piece).begin(piece)
 
 
 def _content_of(piece: Piece) -> Content:
-    gradient = piece.parameter.grad
+    gradient = gradient_of(piece.parameter)
     assert isinstance(gradient, OffloadedGradient)
     return gradient.content
 
@@ -82,7 +84,7 @@ class GradientsOnHost:
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """From now on the gradients of these, and of no others, leave their device."""
-        wanted = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
+        wanted = [p for p in parameters if p.requires_grad and p.is_leaf and not _is_fsdps_to_move(p)]
         kept = set(wanted)
         for parameter in [parameter for parameter in list(self._hooks) if parameter not in kept]:
             self._hooks.pop(parameter).remove()
@@ -94,23 +96,27 @@ class GradientsOnHost:
     def depart(self, parameter: torch.Tensor) -> None:
         """Send the gradient that backward has just made out, and let another tensor stand for it."""
         device = device_at(parameter.device)
-        if device is None or device.is_capturing() or not is_strided(parameter.grad) or not _is_nobodys(parameter):
+        if device is None or device.is_capturing() or not _is_nobodys(parameter):
             return
-        gradient = parameter.grad
-        if gradient.stride() != parameter.stride() or not is_dense(gradient) or gradient.requires_grad:
+        gradient = gradient_of(parameter)
+        if not is_strided(gradient) or not is_dense(gradient) or gradient.requires_grad:
+            return
+        if gradient.stride() != local_of(parameter).stride():
             return
         with torch.no_grad():
             content = Content(self._shared, gradient.detach().resolve_conj().resolve_neg())
+        stands_for = as_shard_of(parameter.grad, OffloadedGradient.of(content))
         parameter.grad = None
         if content.layout.dtype != parameter.dtype:
             parameter.grad_dtype = content.layout.dtype
-        parameter.grad = OffloadedGradient.of(content)
+        parameter.grad = stands_for
 
     def bring_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Every gradient of these is an ordinary one again."""
         for parameter in parameters:
-            if isinstance(parameter.grad, OffloadedGradient):
-                parameter.grad = parameter.grad.whole()
+            gradient = gradient_of(parameter)
+            if isinstance(gradient, OffloadedGradient):
+                parameter.grad = as_shard_of(parameter.grad, gradient.whole())
 
     def close(self) -> None:
         """No gradient leaves from now on; the memory of those that have come back is given up."""
@@ -143,13 +149,47 @@ def _is_nobodys(parameter: torch.Tensor) -> bool:
     """Whether nobody else has its gradient, or memory of it, who would not see what is done to it later."""
     names, uses = _counts(parameter)
     least_names, least_uses = _least_counts()
-    return names <= least_names and uses <= least_uses
+    if not is_sharded(parameter.grad):
+        return names <= least_names and uses <= least_uses
+    gradient: Any = parameter.grad
+    names_of_shard = sys.getrefcount(gradient._local_tensor)
+    names_of_callers = int(_is_called_by_fsdp())
+    return names <= least_names + names_of_callers and names_of_shard <= _least_names_of_shard() + names_of_callers
+
+
+def _is_called_by_fsdp() -> bool:
+    """Whether FSDP2 runs the hook, which has a name for the gradient meanwhile, and one for its shard.
+
+    Its shards are views of one buffer for each of its modules, which nobody has but these gradients.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp")
 
 
 def _counts(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
     assert gradient is not None
     return sys.getrefcount(gradient), torch._C._storage_Use_Count(storage_of(gradient))
+
+
+class _Holder:
+    """Has a tensor as a sharded one has its part."""
+
+    __slots__ = ("_local_tensor",)
+
+
+@functools.cache
+def _least_names_of_shard() -> int:
+    holder: Any = _Holder()
+    holder._local_tensor = torch.zeros(2, device="cpu")
+    return sys.getrefcount(holder._local_tensor)
+
+
+def _is_fsdps_to_move(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 itself takes the gradient to the host (``CPUOffloadPolicy``): a hook makes its copies block."""
+    return is_sharded(parameter) and device_at(parameter.device) is None
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 SOAP keeps a list of preconditioners under one name; an 8-bit moment is one tensor to its optimizer, and in memory a
 tensor of codes and a tensor of scales. What moves are the plain tensors inside, each under a key: the entry's name, or
-for a tensor within an entry a tuple that begins with the name.
+for a tensor within an entry a tuple that begins with the name. Of a sharded tensor it is this process's part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
+from sidestep.shards import as_shard_of, is_sharded, local_of
+
 Key: TypeAlias = "str | tuple[Any, ...]"
 Entries: TypeAlias = dict[str, Any]
 
@@ -26,7 +28,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 def is_compound(value: Any) -> bool:
     """Whether ``value`` is a container, or a tensor that is made of other tensors (``__tensor_flatten__``)."""
     kind = type(value)
-    if kind in PLAIN_TENSORS:
+    if kind in PLAIN_TENSORS or is_sharded(value):
         return False
     return kind in _SEQUENCES or kind in _MAPPINGS or _is_named_tuple(value) or _is_made_of_tensors(value)
 
@@ -35,7 +37,8 @@ def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
     """Each tensor of a parameter's state with its key; none if the state is something else than a dictionary."""
     if not isinstance(entries, dict):
         return
-    for name, value in entries.items():
+    for name, entry in entries.items():
+        value = local_of(entry)
         if type(value) in PLAIN_TENSORS:
             yield name, value
         elif is_compound(value):
@@ -61,21 +64,20 @@ def tensor_at(entries: Any, key: Key) -> torch.Tensor | None:
     """The tensor under ``key``, if there is one."""
     if not isinstance(entries, dict):
         return None
+    value = local_of(entries.get(key[0] if isinstance(key, tuple) else key))
     if not isinstance(key, tuple):
-        value = entries.get(key)
         return value if isinstance(value, torch.Tensor) else None
-    value = entries.get(key[0])
     return dict(tensors_within(key[0], value)).get(key) if is_compound(value) else None
 
 
 def put(entries: Entries, tensors: Mapping[Key, torch.Tensor]) -> None:
-    """Set the tensors under these keys. A compound entry is replaced by a copy that has them."""
+    """Set the tensors under these keys. A compound or sharded entry is replaced by a copy that has them."""
     compound: dict[Any, None] = {}
     for key, tensor in tensors.items():
         if isinstance(key, tuple):
             compound[key[0]] = None
         else:
-            entries[key] = tensor
+            entries[key] = as_shard_of(entries.get(key), tensor)
     for name in compound:
         entries[name] = with_tensors(name, entries[name], tensors)
 
@@ -120,7 +122,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _within(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    for step, item in _items(value):
+    for step, within in _items(local_of(value)):
+        item = local_of(within)
         if is_compound(item):
             yield from _within((*path, step), item)
         elif isinstance(item, torch.Tensor):
@@ -135,6 +138,9 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _rebuilt(path: tuple[Any, ...], value: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
+    local = local_of(value)
+    if local is not value:
+        return as_shard_of(value, _rebuilt(path, local, tensors))
     if not is_compound(value):
         return tensors.get(path, value)
     items = {step: _rebuilt((*path, step), item, tensors) for step, item in _items(value)}

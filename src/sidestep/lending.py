@@ -34,6 +34,7 @@ from sidestep.leaves import (
 from sidestep.masters import follow, without_master
 from sidestep.offloaded import OffloadedGradient
 from sidestep.rest import StateAtRest, Wanted, fetcher_of, may_rest
+from sidestep.shards import as_shard_of, gradient_of, is_sharded, local_of
 from sidestep.wrapped import State
 
 AnySlot: TypeAlias = Slot | HostSlot
@@ -189,7 +190,8 @@ class Lender:
         parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
         is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
-        if not (piece.is_slice or (is_due and (is_changed or isinstance(parameter.grad, OffloadedGradient)))):
+        is_away = isinstance(gradient_of(parameter), OffloadedGradient)
+        if not (piece.is_slice or subject.is_shard or (is_due and (is_changed or is_away))):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece)
         if subject.has_master and is_due:
@@ -217,14 +219,15 @@ class Lender:
         return gradient
 
     def _gradient_of(self, piece: Piece, slot: AnySlot) -> torch.Tensor | None:
-        gradient = piece.parameter.grad
+        gradient = gradient_of(piece.parameter)
         if not isinstance(gradient, OffloadedGradient):
             return slot.gradient_of(piece)
         if isinstance(slot, HostSlot):
             on_host = gradient.content.on_host()
             slot.borrowed.add(storage_of(on_host))
             return piece.part_of(on_host)
-        return self._inbound.of(piece)
+        near = self._inbound.of(piece)
+        return as_shard_of(piece.parameter.grad, near) if piece.subject.is_spread else near
 
     def _master_of(self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor]) -> torch.Tensor:
         """The master of a parameter with these values: the one it has, with what was written to it since; or a new one.
@@ -233,7 +236,7 @@ class Lender:
         """
         is_resident = self._at_rest.get(piece.parameter, MASTER) is None
         entries = self._state.get(piece.parameter, _NOTHING) if is_resident else in_slot
-        master = entries.get(MASTER)
+        master: torch.Tensor | None = local_of(entries.get(MASTER))
         if master is None:
             return values.to(torch.float32)
         follow(master, values)
@@ -251,7 +254,9 @@ class Lender:
         own = lent.own if lent.own is None else without_master(lent.own, piece.subject)
         if own is None or (not own and lent.own):
             return None
-        is_all_there = is_simple and in_slot.keys() <= own.keys()
+        if piece.subject.is_shard:
+            own = {name: local_of(value) for name, value in own.items()}
+        is_all_there = is_simple and not piece.subject.is_spread and in_slot.keys() <= own.keys()
         return {**own, **in_slot} if is_all_there else _entries_with(own, in_slot)
 
     def _own_before(self, piece: Piece) -> Entries:
@@ -269,7 +274,7 @@ class Lender:
         the_engines = slot.storages()
         for lent in loan.pieces:
             after = loan.state.get(lent.stand_in)
-            if lent.is_itself and storage_of(lent.stand_in) in the_engines:
+            if lent.is_itself and is_strided(lent.stand_in) and storage_of(lent.stand_in) in the_engines:
                 lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
             if not lent.is_itself:
                 moved += self._take_back_values(loan, lent, after, slot)
@@ -304,20 +309,22 @@ class Lender:
             _part(entries, lent.near)
         if lent.is_master or not is_in_place:
             lent.near.copy_(after)
-        is_at_home = MASTER in lent.in_slot or (lent.own or _NOTHING).get(MASTER) is lent.values
+        if piece.subject.is_shard:
+            torch.autograd.graph.increment_version(piece.parameter)  # its shard has a counter of its own
+        is_at_home = MASTER in lent.in_slot or local_of((lent.own or _NOTHING).get(MASTER)) is lent.values
         if not lent.is_master or (is_in_place and is_at_home):
             return []
         master = _apart_from(slot, after)
         if loan.is_offloaded and _may_leave(master, piece):
             return [Moved(lent, MASTER, master)]
-        self._state[piece.parameter][MASTER] = master
+        self._state[piece.parameter][MASTER] = as_shard_of(piece.parameter, master)
         self._at_rest.drop_entry(piece.parameter, MASTER)
         return []
 
     def _take_back_gradient(self, lent: Lent) -> None:
         """Let go of the gradient's memory; an optimizer may also have dropped the gradient itself, or changed it."""
         piece, gradient = lent.piece, lent.stand_in.grad
-        if piece.stop == piece.parameter.numel() and gradient is None:
+        if piece.stop == piece.subject.elements and gradient is None:
             piece.parameter.grad = None
         elif gradient is not None and lent.gradient_version is not None:
             is_other = gradient is not lent.gradient
@@ -329,7 +336,8 @@ class Lender:
     @staticmethod
     def _give_gradient(lent: Lent, gradient: torch.Tensor, *, is_other: bool) -> None:
         """The user sees what the optimizer has made of the gradient; ``is_other``: in other memory than was lent."""
-        piece, own = lent.piece, lent.piece.parameter.grad
+        piece, own = lent.piece, gradient_of(lent.piece.parameter)
+        gradient = local_of(gradient)
         if isinstance(own, OffloadedGradient):
             if piece.subject.is_host_stepped:
                 if is_other and lent.gradient is not None:
@@ -357,19 +365,20 @@ class Lender:
         if own is None:
             own = self._state[piece.parameter]
         moved = []
-        for name, value in after.items():
+        for name, entry in after.items():
+            value = local_of(entry)
             if value is in_slot.get(name, _MISSING):
                 continue
-            if value is own.get(name, _MISSING) and not is_compound(value):
+            if value is local_of(own.get(name, _MISSING)) and not is_compound(value):
                 continue
             if loan.is_offloaded and not piece.is_slice and is_compound(value):
-                own[name] = value
+                own[name] = entry
                 loan.compound.append((lent, name))
                 moved += self._take_back_compound(loan, lent, name, slot)
             elif loan.is_offloaded and _may_leave(value, piece):
                 moved.append(Moved(lent, name, value))
             elif piece.start == 0:
-                own[name] = _apart_from(slot, value)
+                own[name] = _as_entry(piece, entry, _apart_from(slot, value))
                 self._at_rest.drop_entry(piece.parameter, name)
         if own.keys() != after.keys():
             self._drop_removed(lent, own, after)
@@ -415,7 +424,8 @@ class Lender:
         for lent, key, _ in moved:
             home = self._at_rest.homes[lent.piece.parameter][key]
             if not isinstance(key, tuple):
-                self._state[lent.piece.parameter][key] = home.tensor
+                entry = (loan.state.get(lent.stand_in) or _NOTHING).get(key)
+                self._state[lent.piece.parameter][key] = _as_entry(lent.piece, entry, home.tensor)
             self._at_rest.fill(home)
         assert slot.layout is not None
         if not all(
@@ -455,7 +465,7 @@ class Lender:
             parameter = lent.piece.parameter
             layout = TensorLayout.of(value)
             if lent.piece.is_slice:
-                layout = TensorLayout.contiguous(value.dtype, parameter.shape)
+                layout = TensorLayout.contiguous(value.dtype, lent.piece.subject.own.shape)
             home = self._at_rest.get(parameter, key)
             if home is None or home.layout != layout:
                 is_encoded = key in lent.piece.subject.encoded and layout.dtype is ENCODED
@@ -475,7 +485,7 @@ def _is_parameter(key: Any) -> bool:
 
 def _entries_with(own: Entries, in_slot: dict[Key, torch.Tensor]) -> Entries:
     """A parameter's state with the tensors that are in the slot."""
-    entries = {name: in_slot.get(name, value) for name, value in own.items()}
+    entries = {n: as_shard_of(value, in_slot[n]) if n in in_slot else value for n, value in own.items()}
     for name in {key[0] for key in in_slot if isinstance(key, tuple) and key[0] in own}:
         entries[name] = with_tensors(name, own[name], in_slot)
     return entries
@@ -485,9 +495,16 @@ def _slice_value(value: Any, piece: Piece) -> Any:
     """One state entry of a parameter, as its slice starts with it: elements are shared, all else is copied."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if value.shape == piece.parameter.shape:
-        return value.detach().reshape(-1)[piece.start : piece.stop]
-    return value.detach().clone()
+    here: torch.Tensor = local_of(value).detach()
+    return piece.part_of(here) if here.shape == piece.subject.own.shape else here.clone()
+
+
+def _as_entry(piece: Piece, entry: Any, tensor: Any) -> Any:
+    """``tensor`` as it is in the parameter's state, in place of ``entry``: sharded as that is, or as the parameter."""
+    if is_sharded(entry):
+        return as_shard_of(entry, tensor)
+    is_alike = isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.shape == piece.subject.own.shape
+    return as_shard_of(piece.parameter, tensor) if is_alike and piece.subject.is_shard else tensor
 
 
 def _may_be_encoded(value: Any, piece: Piece) -> TypeGuard[torch.Tensor]:

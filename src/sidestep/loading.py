@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from sidestep.chunks import MASTER, Subject
 from sidestep.errors import StateDictError
-from sidestep.leaves import Entries, is_compound, tensors_within, with_tensors
+from sidestep.leaves import Entries, is_compound, put, tensor_at, tensors_of, tensors_within, with_tensors
 from sidestep.probe import Cutting, signature
 from sidestep.rest import bring_near, may_rest
+from sidestep.shards import as_shard_of, is_sharded, local_of
 from sidestep.wrapped import Group, State
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ def _check_entries(
         found = entries.get(key)
         if isinstance(found, torch.Tensor) and found.layout is not torch.strided:
             raise StateDictError(f"{key!r} of {name} is a sparse tensor in the state dict. Nothing was loaded")
+        if isinstance(found, torch.Tensor) and shape == parameter.shape and is_sharded(found) != is_sharded(parameter):
+            here, there = ("is", "is not") if is_sharded(parameter) else ("is not", "is")
+            raise StateDictError(
+                f"{key!r} of {name} {there} sharded in the state dict, and the parameter {here}: load it with"
+                " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict. Nothing was loaded"
+            )
         if isinstance(found, torch.Tensor) and found.shape != shape:
             raise StateDictError(
                 f"{key!r} of {name} has shape {tuple(found.shape)} in the state dict; {tuple(shape)} is needed for a"
@@ -152,13 +159,23 @@ def _merge(loaded: list[tuple[torch.nn.Parameter, Entries, Cutting]], arrangemen
         host_scalars = subject.cutting.host_scalars  # with the settings that were loaded
         own = {
             key: value.cpu() if key in host_scalars and isinstance(value, torch.Tensor) else value
-            for key, value in optimizer.state[parameter].items()
+            for key, value in _uncast(optimizer.state[parameter], entries).items()
         }
         arrays = {key: _near(key, value, subject) for key, value in entries.items() if _is_array(value)}
         merged[parameter] = {key: arrays.get(key, own.get(key)) for key in {**entries, **own}}
         if subject.is_host_stepped:
             bring_near(subject, merged[parameter])  # what the optimizer has loaded to its parameter
     optimizer.state.update(merged)
+
+
+def _uncast(entries: Entries, saved: Entries) -> Entries:
+    """Scalars as they were saved, where torch's own loading has cast them to the dtype of their parameter."""
+    uncast = dict(entries)
+    for key, value in tensors_of(entries):
+        original = tensor_at(saved, key)
+        if original is not None and original.ndim == value.ndim == 0 and original.dtype != value.dtype:
+            put(uncast, {key: original.to(value.device)})
+    return uncast
 
 
 def _load_plain(optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -180,6 +197,8 @@ def _is_array(value: Any) -> bool:
 
 def _near(name: str, value: Any, subject: Subject) -> Any:
     """State that has no home goes to where the update runs; other state is on its way to its home."""
+    if is_sharded(value):
+        return as_shard_of(value, _near(name, local_of(value), subject))
     if is_compound(value):
         near = {key: _near(name, tensor, subject) for key, tensor in tensors_within(name, value)}
         return with_tensors(name, value, near)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from sidestep.chunks import MASTER, SHORT_DTYPES, Subject
-from sidestep.errors import NotYetError, PlacementError
-from sidestep.leaves import PLAIN_TENSORS, Entries
+from sidestep.errors import NotYetError, PlacementError, UnsupportedOptimizerError
+from sidestep.leaves import PLAIN_TENSORS, Entries, put, tensor_at
+from sidestep.shards import as_shard_of, is_sharded, local_of
 
 
 def without_master(entries: dict[Any, Any], subject: Subject) -> dict[Any, Any]:
@@ -47,13 +48,14 @@ def conform(subject: Subject, entries: Entries) -> None:
     if master is not None and not (subject.has_master and _is_master_of(master, subject.parameter)):
         del entries[MASTER]
     for name, own_dtype in subject.dtypes.items():
-        value = entries.get(name)
+        value = tensor_at(entries, name)
         follows = own_dtype is None and name not in subject.encoded
-        if follows and isinstance(value, torch.Tensor) and value.dtype != subject.stepped_dtype:
-            entries[name] = value.to(subject.stepped_dtype)
+        if follows and value is not None and value.dtype != subject.stepped_dtype:
+            put(entries, {name: value.to(subject.stepped_dtype)})
             if subject.has_master and MASTER not in entries:  # it says that the rest has its precision
                 where = torch.device("cpu") if MASTER in dict(subject.predicted) else subject.steps_at
-                entries[MASTER] = subject.parameter.detach().to(where).to(torch.float32)
+                made = subject.own.detach().to(where).to(torch.float32)
+                entries[MASTER] = as_shard_of(subject.parameter, made)
 
 
 def is_the_optimizers(subject: Subject) -> bool:
@@ -73,8 +75,9 @@ def plain_dtype(subject: Subject, name: Any, dtype: torch.dtype) -> torch.dtype:
 def _is_master_of(master: object, parameter: torch.Tensor) -> bool:
     return (
         isinstance(master, torch.Tensor)
+        and is_sharded(master) is is_sharded(parameter)
         and master.dtype is torch.float32
-        and master.shape == parameter.shape
+        and local_of(master).shape == local_of(parameter).shape
         and master.layout is torch.strided
     )
 
@@ -84,12 +87,19 @@ def check(subject: Subject) -> None:
 
     Raises:
         PlacementError: it has.
-        NotYetError: the parameter is made of other tensors, as FSDP2's are.
+        NotYetError: the parameter is made of other tensors.
+        UnsupportedOptimizerError: it is sharded, and the update looks at more of it than is here.
     """
-    if subject.has_master and subject.is_on_device and type(subject.parameter) not in PLAIN_TENSORS:
+    if subject.has_master and subject.is_on_device and type(subject.own) not in PLAIN_TENSORS:
+        kind = type(subject.parameter.data).__name__
+        if is_sharded(subject.parameter):
+            raise UnsupportedOptimizerError(
+                f"Placement(master=...) needs an update that treats each element of {subject.name} alone, as it is a"
+                f" {kind} of which each rank has a part; this optimizer looks at all of it: leave master= out for it"
+            )
         raise NotYetError(
-            f"Placement(master=...) is not built yet for parameters such as {subject.name}, a"
-            f" {type(subject.parameter.data).__name__}: leave it out for them"
+            f"Placement(master=...) is not built yet for parameters such as {subject.name}, a {kind}: leave it out for"
+            " them"
         )
     if subject.has_master and MASTER in (subject.cutting.state_names or ()):
         raise PlacementError(
@@ -107,7 +117,7 @@ def warn_of_rounding(short: Sequence[Subject]) -> None:
     """Say what it costs to train these, which are 16-bit parameters without a master."""
     first = short[0]
     name, digits = ("bf16", 8) if first.parameter.dtype is torch.bfloat16 else ("fp16", 11)
-    elements = sum(s.parameter.numel() for s in short)
+    elements = sum(s.elements for s in short)
     warnings.warn(
         f"{len(short):,} offloaded {name} parameters ({first.name}, …) have no master: an update smaller than about"
         f" 1/{2**digits} of a value is rounded away, so that training with a small learning rate may stall, as it may"

@@ -172,7 +172,7 @@ class Content:
         elif self._way is not None and self._is_contiguous:
             transit, berth = self._way
             transit.send(tensor.contiguous(), berth, self._start_of(piece))
-            if piece.stop == piece.parameter.numel():
+            if piece.stop == piece.subject.elements:
                 self.noted.clear()
             self._facts.clear()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
 from sidestep.offloaded import OffloadedGradient
+from sidestep.shards import gradient_of
 from sidestep.skips import Skips
 from sidestep.twins import Cut
 
@@ -119,7 +120,7 @@ def _device_bytes(arrangement: Arrangement) -> dict[str, Amount]:
     held = {
         "parameters": bytes_of(parameters),
         "gradients": bytes_of(
-            g for p in parameters if (g := p.grad) is not None and not isinstance(g, OffloadedGradient)
+            g for p in parameters if (g := gradient_of(p)) is not None and not isinstance(g, OffloadedGradient)
         )
         + arrangement.gradients.held_bytes,
         "state": bytes_of(arrangement.resident_state()),

@@ -13,6 +13,7 @@ from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.leaves import Entries, Key, is_dense, is_strided, put, storage_of, tensor_at, tensors_of
+from sidestep.shards import local_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,10 +239,10 @@ def home_layout(value: torch.Tensor, subject: Subject) -> TensorLayout:
 
 def _layout_like(subject: Subject, dtype: torch.dtype) -> TensorLayout:
     """How state of the parameter's shape will lie at rest: in the parameter's own order, if it has one."""
-    parameter = subject.parameter
-    if subject.is_sliceable or not is_dense(parameter):
-        return TensorLayout.contiguous(dtype, parameter.shape)
-    return TensorLayout(dtype, parameter.shape, parameter.stride())
+    own = local_of(subject.parameter)
+    if subject.is_sliceable or not is_dense(own):
+        return TensorLayout.contiguous(dtype, own.shape)
+    return TensorLayout(dtype, own.shape, own.stride())
 
 
 def fetcher_of(chunk: Chunk) -> Device | None:
@@ -257,9 +258,9 @@ def dtype_of(subject: Subject, key: Key) -> torch.dtype:
 def encode_strangers(subject: Subject, entries: Entries) -> None:
     """State that somebody has loaded, made or put there, and that is encoded at rest, rounded to the nearest."""
     for name in subject.encoded:
-        value = entries.get(name)
-        if isinstance(value, torch.Tensor) and value.dtype in DECODABLE and may_rest(value, subject):
-            entries[name] = value.to(ENCODED)
+        value = tensor_at(entries, name)
+        if value is not None and value.dtype in DECODABLE and may_rest(value, subject):
+            put(entries, {name: value.to(ENCODED)})
 
 
 def may_rest(value: Any, subject: Subject) -> bool:
@@ -272,7 +273,7 @@ def may_rest(value: Any, subject: Subject) -> bool:
         and value.ndim > 0
         and subject.offloads
         and value.numel() >= subject.placement.min_elements
-        and (value.shape == subject.parameter.shape or not subject.is_sliceable)
+        and (value.shape == subject.own.shape or not subject.is_sliceable)
         and is_strided(value)
         and is_dense(value)
     )

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the inside out: each layer may import itself and the layers above it in this list.
 LAYERS = [
-    {"errors"},
+    {"errors", "shards"},
     {"placement", "leaves", "interrupts", "skips"},
     {"wrapped"},
     {"twins"},

@@ -368,6 +368,20 @@ def test_dtypes_are_kept(parameters: torch.dtype, moments: torch.dtype, before: 
             assert optimizer.state_dict()["state"][0]["first"].dtype == moments
 
 
+def test_scalars_keep_their_dtype_too() -> None:
+    with SimulatedDevice() as device:
+        model = net_on(device).to(torch.bfloat16)
+        optimizer = offloaded(homemade.Nested(model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        precise = torch.tensor(1.001)
+        for entries in optimizer.state.values():
+            entries["history"] = [precise.to(device.address)]
+        optimizer.load_state_dict(copied(optimizer.state_dict()))
+        assert all(torch.equal(entries["history"][0].cpu(), precise) for entries in optimizer.state.values())
+
+
 @pytest.mark.parametrize(("parameters", "moments"), DTYPES, ids=str)
 def test_plain_loses_only_what_its_own_cast_loses(parameters: torch.dtype, moments: torch.dtype) -> None:
     with SimulatedDevice() as device:

@@ -19,6 +19,7 @@ from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.engine.traffic import Traffic
 from sidestep.leaves import Key, is_dense, storage_of
+from sidestep.shards import gradient_of
 
 
 class HostSlot:
@@ -100,7 +101,7 @@ class HostRing:
     def give_back(self, slot: HostSlot) -> None:
         """Send the new values to the device."""
         for piece, values in slot.values.items():
-            target = memory_of(piece.part_of(piece.parameter.detach()))
+            target = memory_of(piece.part_of(piece.subject.own.detach()))
             self.device.copy(self._fetch, target, memory_of(values))
             self._traffic.to_device_bytes += values.nbytes
             torch.autograd.graph.increment_version(piece.parameter)  # as by any update in place
@@ -151,8 +152,8 @@ class HostRing:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         end = 0
         for piece in chunk.pieces_due(all_due=self._all_due):
-            tensors = [(slot.values, piece.part_of(piece.parameter.detach()))]
-            gradient = piece.parameter.grad
+            tensors = [(slot.values, piece.part_of(piece.subject.own.detach()))]
+            gradient = gradient_of(piece.parameter)
             if _is_odd(gradient):
                 slot.gradients[piece] = piece.part_of(gradient.detach()).cpu()
             elif _is_plain(gradient):
@@ -206,7 +207,7 @@ def _byte_count(pieces: Sequence[Piece]) -> int:
     """Bytes that these take in a slot."""
     count = 0
     for piece in pieces:
-        gradient = piece.parameter.grad
+        gradient = gradient_of(piece.parameter)
         count += aligned(piece.elements * piece.parameter.itemsize)
         count += aligned(piece.elements * gradient.itemsize) if _is_plain(gradient) else 0
     return count

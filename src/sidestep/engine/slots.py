@@ -70,12 +70,12 @@ class Slot:
 
     def values_of(self, piece: Piece) -> torch.Tensor:
         """The piece's elements, in the parameter."""
-        return piece.part_of(piece.parameter.detach())
+        return piece.part_of(piece.subject.own.detach())
 
     def gradient_of(self, piece: Piece) -> torch.Tensor | None:
         """The piece's part of the gradient."""
         gradient = piece.parameter.grad
-        return None if gradient is None else piece.part_of(gradient.detach())
+        return None if gradient is None else piece.part_of(gradient).detach()
 
     def storages(self) -> set[int]:
         """Of everything whose content is the engine's."""

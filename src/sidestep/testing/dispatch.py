@@ -28,6 +28,7 @@ COPY = aten.copy_.default
 FILL = aten.fill_.Tensor
 FOREACH_COPY = aten._foreach_copy_.default
 CACHED_CALLS_LIMIT = 1000
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Call:
@@ -116,8 +117,12 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # somebody asks for layouts only
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a tensor subclass: its own handler goes first, and comes back with what is inside
+        if func.namespace in COLLECTIVES:
+            return self._communicate(func, args, kwargs or {})
         traits = traits_of(func)
         if traits.composite:  # reaches us whole only in inference mode
             self._latest.clear()  # its operations come from this frame, whose identity is soon another's
@@ -127,6 +132,23 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         call = (id(frame), frame.f_code, frame.f_lasti)
         with torch._C.DisableTorchFunction():
             return self._route(func, traits, Operands(args, kwargs or {}), call)
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A collective operation: the host waits until all ranks have taken part, as some backends' do.
+
+        Which order a rank's other operations have is up to its own schedule; that of the collectives is the program's.
+        """
+        devices = [self._machine.device_of(tensor) for tensor in Operands(args, kwargs).tensors]
+        on = next((device for device in devices if device is not None), None)
+        if on is not None:
+            self._machine.finish(on.current_stream())
+        results = func(*args, **kwargs)
+        for work in results if isinstance(results, (list, tuple)) else [results]:
+            if hasattr(work, "wait"):
+                work.wait()
+        if on is None or func.namespace == "c10d":
+            return results
+        return _map_tensors(lambda tensor: on.adopt(torch.ops._c10d_functional.wait_tensor(tensor)), results)
 
     def _route(self, func: Any, traits: Traits, operands: Operands, call: Any) -> Any:
         homes = [self._machine.residences.home(tensor) for tensor in operands.tensors]

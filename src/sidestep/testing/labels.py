@@ -63,6 +63,6 @@ class Labels:
                 self._label_all(item, category)
 
     def _label(self, tensor: torch.Tensor, category: str) -> None:
-        block = self._residences.home(tensor)
+        block = self._residences.home(getattr(tensor, "_local_tensor", tensor))  # of a DTensor, what is here
         if block is not None and block.category != "staging":  # state that passes through a slot stays staging
             block.label(category)

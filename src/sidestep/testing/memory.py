@@ -57,7 +57,17 @@ class Block:
     unmapped, not from being given to somebody else.
     """
 
-    __slots__ = ("_views", "allocator", "buffer", "category", "guards", "reference", "size_bytes", "stream")
+    __slots__ = (
+        "_views",
+        "allocator",
+        "buffer",
+        "category",
+        "guards",
+        "is_given_up",
+        "reference",
+        "size_bytes",
+        "stream",
+    )
 
     def __init__(self, allocator: Allocator, stream: Stream, size_bytes: int) -> None:
         self.allocator = allocator
@@ -65,6 +75,7 @@ class Block:
         self.size_bytes = size_bytes
         self.category = "temporary"
         self.guards: list[Event] = []
+        self.is_given_up = False  # its storage was resized to nothing
         self.buffer = poisoned_bytes(size_bytes, 64)
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self._views: dict[torch.dtype, torch.Tensor] = {}
@@ -93,7 +104,8 @@ class Block:
     def label(self, category: str) -> None:
         """Count this block in ``category`` from now on."""
         if category != self.category:
-            self.allocator.ledger.move(self.category, category, self.size_bytes)
+            if not self.is_given_up:
+                self.allocator.ledger.move(self.category, category, self.size_bytes)
             self.category = category
 
     def poison(self) -> None:
@@ -205,8 +217,24 @@ class Allocator:
                 else:
                     self._recycle(block)
 
-    def _recycle(self, block: Block) -> None:
+    def give_up(self, block: Block) -> None:
+        """Take the memory from under the storage, as by ``resize_(0)``: what reads it after that sees NaN."""
+        block.is_given_up = True
         self.ledger.add(block.category, -block.size_bytes)
+        self._scheduler.enqueue(block.stream, block.poison)
+
+    def take_again(self, block: Block) -> None:
+        """Put new memory, uninitialised, under a storage that had given its own up."""
+        self.settle()
+        if self._faults.allocation.strikes() or not self._fits(block.size_bytes):
+            raise torch.OutOfMemoryError(self._out_of_memory(block.size_bytes))
+        block.is_given_up = False
+        self.ledger.add(block.category, block.size_bytes)
+
+    def _recycle(self, block: Block) -> None:
+        if not block.is_given_up:
+            self.ledger.add(block.category, -block.size_bytes)
+        block.is_given_up = False
         block.reference = None
         self._scheduler.enqueue(block.stream, block.poison)
         if self._cached_bytes + block.size_bytes > CACHED_BYTES_LIMIT:

@@ -101,6 +101,8 @@ class Interception:
             self._replace(torch, name, self._like(getattr(torch, name)))
         for name in ("tensor", "as_tensor", "asarray"):
             self._replace(torch, name, self._from_data(getattr(torch, name)))
+        for name in ("resize_", "size", "nbytes"):
+            self._replace(torch.UntypedStorage, name, _as_method(getattr(self, name)))
         self._replace(torch._C, "_group_tensors_by_device_and_dtype", self.group)
         return self
 
@@ -120,6 +122,9 @@ class Interception:
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Where it is; or, of one that stands for a tensor elsewhere, where that is."""
         home = self._home(tensor)
+        if home is None and hasattr(type(tensor), "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            return self.device(getattr(tensor, names[0]))
         own = None if type(tensor) is torch.Tensor else type(tensor).__dict__.get("device")
         if home is None and isinstance(own, property) and own.fget is not None:
             stood_for: torch.device = own.fget(tensor)
@@ -213,6 +218,27 @@ class Interception:
     def is_pinned(self, tensor: torch.Tensor, *_: Any, **__: Any) -> bool:
         """Whether it is in page-locked memory."""
         return self._home(tensor) is None and self._machine.residences.pinned(tensor)
+
+    def resize_(self, storage: torch.UntypedStorage, byte_count: int) -> torch.UntypedStorage:
+        """Device memory can be given up under its tensors, and taken again."""
+        block = self._machine.residences.blocks.get(storage._cdata)
+        if block is None:
+            resized: torch.UntypedStorage = self._plain["resize_"](storage, byte_count)
+            return resized
+        if byte_count not in (0, self._plain["nbytes"](storage)):
+            raise SimulationError("the storage of a tensor on a simulated device can be resized to 0 and back only")
+        if byte_count == 0 and not block.is_given_up:
+            block.allocator.give_up(block)
+        elif byte_count and block.is_given_up:
+            block.allocator.take_again(block)
+        return storage
+
+    def nbytes(self, storage: torch.UntypedStorage) -> int:
+        """None where the memory was given up."""
+        block = self._machine.residences.blocks.get(storage._cdata)
+        return 0 if block is not None and block.is_given_up else self._plain["nbytes"](storage)
+
+    size = nbytes
 
     def new_tensor(self, tensor: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
         """``data`` as a tensor where ``tensor`` is."""

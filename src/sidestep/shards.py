@@ -1,0 +1,37 @@
+"""Tensors that are spread over several processes, as FSDP2's parameters are (``DTensor``): what of them is here.
+
+A shard's memory is a plain tensor, and that is what moves. An update that treats each element alone may take it for a
+parameter of its own: the numbers are the same, and no operation has to ask where its operands are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is a ``DTensor``. Asked of many values, and without importing what is slow to import."""
+    return type(value) is not torch.Tensor and hasattr(value, "_local_tensor")
+
+
+def local_of(value: Any) -> Any:
+    """What of a ``DTensor`` is in this process, sharing memory; anything else is here as it is."""
+    return value._local_tensor if is_sharded(value) else value
+
+
+def as_shard_of(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as this process's part of a tensor that is spread as ``like`` is; itself, if that is not spread."""
+    if not is_sharded(like):
+        return local
+    meta = like._spec.tensor_meta._replace(dtype=local.dtype)
+    made: torch.Tensor = type(like)(local, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
+    return made
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What of the parameter's gradient is in this process."""
+    gradient: torch.Tensor | None = local_of(parameter.grad)
+    return gradient
