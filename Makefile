@@ -11,7 +11,7 @@ demo: .venv/cli.stamp
 	$(BIN)/sidestep demo
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -94,10 +94,13 @@ class Arrangement:
 
     # Steps.
 
-    def step(self, closure: Callable[[], Any] | None = None, scaling: Scaling | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, scaling: Scaling | None = None, *, is_trial: bool = False
+    ) -> Any:
         """One step of the wrapped optimizer; ``check_usable`` comes first. Each chunk's update gets ``closure``.
 
         ``scaling`` says how gradients are unscaled first, where ``handles_scale``; ``None``: they are not scaled.
+        ``is_trial``: only state is made or changed, parameters and groups are not.
         Returns what the first of these updates returned.
 
         Raises:
@@ -109,7 +112,8 @@ class Arrangement:
         self._make_homes(due)
         if self.gradients.have_left:
             self._bring_views_of_gradients()
-        result = self._run(own_update(type(self.optimizer), closure), due, counted=True, scaling=scaling)
+        update = own_update(type(self.optimizer), closure)
+        result = self._run(update, due, counted=True, scaling=scaling, is_trial=is_trial)
         if scaling is not None and scaling.divides:
             self._unscale_gradients(scaling)
         self.gradients.settle()
@@ -175,6 +179,7 @@ class Arrangement:
         *,
         counted: bool = False,
         scaling: Scaling | None = None,
+        is_trial: bool = False,
     ) -> Any:
         busy = {group for chunk in chunks for group in chunk.groups}
         idle_groups = [index for index in range(len(self.optimizer.param_groups)) if index not in busy]
@@ -188,6 +193,7 @@ class Arrangement:
             self.at_rest,
             is_counted=counted,
             scaling=scaling,
+            is_trial=is_trial,
         )
         self._unfinished = step
         try:
@@ -304,8 +310,8 @@ class Arrangement:
 
     @property
     def handles_scale(self) -> bool:
-        """Whether gradients must be unscaled before the wrapped optimizer sees them: it sees others than the user's."""
-        return any(subject.has_master or subject.is_host_stepped for subject in self.subjects)
+        """Whether the step must know of a scale: it unscales gradients for masters, and skips what must not round."""
+        return any(s.has_master or s.is_host_stepped or s.encoded for s in self.subjects)
 
     def has_fp16_masters(self) -> bool:
         """Whether any fp16 parameter will have a master, planned or not."""

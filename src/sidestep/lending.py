@@ -155,11 +155,14 @@ class Lender:
         rounding: Mapping[int, tuple[int, int]],
         changes_gradients: bool = False,
         all_due: bool = False,
+        is_trial: bool = False,
     ) -> None:
         """``rounding``: each group's seed and number of steps; ``all_due``: parameters without gradient change, too.
 
-        ``changes_gradients``: whether the update changes them without counting their versions.
+        ``changes_gradients``: whether the update changes them without counting their versions; ``is_trial``: copies of
+        the parameters are lent.
         """
+        self._is_trial = is_trial
         self._inbound = inbound
         self._changes_gradients = changes_gradients
         self._rounding = rounding
@@ -191,9 +194,10 @@ class Lender:
         own = self._state.get(parameter)
         is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
         is_away = isinstance(gradient_of(parameter), OffloadedGradient)
-        if not (piece.is_slice or subject.is_shard or (is_due and (is_changed or is_away))):
+        is_apart = piece.is_slice or subject.is_shard or self._is_trial
+        if not (is_apart or (is_due and (is_changed or is_away))):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
-        near = values = slot.values_of(piece)
+        near = values = slot.values_of(piece).clone() if self._is_trial else slot.values_of(piece)
         if subject.has_master and is_due:
             values = self._master_of(piece, near, in_slot)
         stand_in = torch.nn.Parameter(values, parameter.requires_grad)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sidestep import loading
+from sidestep import dcp, loading
 from sidestep.arrangement import Arrangement, Settings, abandon, names_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
@@ -285,6 +285,9 @@ class OffloadOptimizer(Optimizer):
                 optimizer that evaluates it in the middle of its update; the capture of a CUDA graph.
             PlacementError: a group's ``"offload"`` key makes no sense.
         """
+        if not self._original.state and dcp.makes_state():
+            return self._make_state()
+        self._forget_made_state()
         self._skips.note_step()
         self._require_live()
         self._arrangement.check_usable()
@@ -314,6 +317,26 @@ class OffloadOptimizer(Optimizer):
             self._take_scale_back()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
         return result if closure is None else loss
+
+    def _make_state(self) -> None:
+        """Make the state that a first step makes, and change nothing else, for DCP to load into, or to save.
+
+        torch does it by a step with gradients of zero and no learning rate, which counts as one. Here what is made is
+        forgotten by the first step, if nothing is loaded before.
+        """
+        self._require_live()
+        self._collect_own_policies()
+        with _outside_inference_mode(), deferred_interrupts():
+            self._arrangement.step(is_trial=True)
+        self._has_made_state = True
+
+    def _forget_made_state(self) -> None:
+        if self._has_made_state:
+            self._has_made_state = False
+            self._original.state.clear()
+            self._arrangement.expect_edits()
+
+    _has_made_state = False
 
     def _is_skipped(self, *, handles_scale: bool) -> bool:
         """Whether a ``GradScaler`` says that this step must do nothing, and kernels do not see to that."""
@@ -416,9 +439,9 @@ class OffloadOptimizer(Optimizer):
         self._arrangement.expect_edits()
         kind = type(self._original)
         with self._arrangement.decoded():
-            if kind.state_dict is not Optimizer.state_dict:
-                return kind.state_dict(self._original)
-            return super().state_dict()
+            is_plain = kind.state_dict is Optimizer.state_dict
+            made = super().state_dict() if is_plain else kind.state_dict(self._original)
+        return dcp.in_one_place(made) if dcp.reads_state() else made
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state dict of the plain optimizer or of an offloaded one. Dtypes are kept; nothing goes to the device.
@@ -435,6 +458,7 @@ class OffloadOptimizer(Optimizer):
                 state_dict = hook_result
         loading.check_fits(state_dict, self._arrangement)
         loading.load(state_dict, self._arrangement)
+        self._has_made_state = False
         self._known_groups = list(self.param_groups)  # torch has made new ones, in the same order
         self._arrangement.broken_by = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

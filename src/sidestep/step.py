@@ -49,11 +49,13 @@ class Step:
         *,
         is_counted: bool,
         scaling: Scaling | None = None,
+        is_trial: bool = False,
     ) -> None:
         """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk.
 
-        ``scaling``: how gradients are unscaled before the optimizer sees them.
+        ``scaling``: how gradients are unscaled before the optimizer sees them; ``is_trial``: only state is to change.
         """
+        self._is_trial = is_trial
         self._is_counted = is_counted
         self._optimizer = optimizer
         self._whole = whole_of(optimizer)
@@ -76,6 +78,7 @@ class Step:
             rounding=rounding,
             changes_gradients=unscales,
             all_due=not is_counted,
+            is_trial=is_trial,
         )
         self._values = GroupValues(optimizer, self._chunks_of_each_group())
         self._results: list[Any] = []
@@ -85,7 +88,7 @@ class Step:
     @property
     def counts(self) -> bool:
         """Whether it is a step, not another method's call, that was made in full."""
-        return self._is_counted and self.is_complete
+        return self._is_counted and self.is_complete and not self._is_trial
 
     @property
     def result(self) -> Any:
@@ -101,9 +104,10 @@ class Step:
             self._step_on_device(chunk)
         for chunk in self._on_host:
             self._step_on_host(chunk)
-        self._update_idle_groups()
-        self._values.write_back()
-        if self._is_counted:
+        if not self._is_trial:
+            self._update_idle_groups()
+            self._values.write_back()
+        if self._is_counted and not self._is_trial:
             self._count_rounding()
         self._at_rest.finish()
         for host_ring in self._host_rings.values():

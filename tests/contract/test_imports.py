@@ -27,7 +27,7 @@ LAYERS = [
     {"lending"},
     {"step"},
     {"arrangement"},
-    {"loading", "report"},
+    {"loading", "report", "dcp"},
     {"optimizer"},
     {"parameters"},
     {"planning"},

@@ -171,7 +171,8 @@ class Interception:
     def _move_parts(self, tensor: Any, wanted: Destination) -> torch.Tensor:
         """A tensor that is made of others, which alone have memory."""
         names, context = tensor.__tensor_flatten__()
-        parts = {name: self._to(getattr(tensor, name), wanted) for name in names}
+        values = {name: getattr(tensor, name) for name in names}
+        parts = {n: self._to(v, wanted) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
         moved: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
         return moved
 
