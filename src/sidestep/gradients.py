@@ -79,6 +79,10 @@ class GradientsOnHost:
 
     def __init__(self, store: HostStore, traffic: Traffic) -> None:
         self._shared = Shared(store, traffic)
+        self.leave_late = False  # whether any had to wait for the end of backward
+        self.stay: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # as others have their memory, too
+        self._late: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
+        self._tasks: set[int] = set()
         self._hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -93,16 +97,39 @@ class GradientsOnHost:
             if parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_hook_of(owner))  # type: ignore[no-untyped-call]
 
+    def note(self, parameter: torch.Tensor) -> None:
+        """Backward has accumulated the gradient. It leaves as soon as it is final.
+
+        That is now, or at the end of backward where it may have to be reduced first: DDP and FSDP1 do that after this
+        hook, and are done when everybody's callbacks for the end of backward have run.
+        """
+        if is_sharded(parameter) or not _has_ranks():
+            self.depart(parameter)
+            return
+        self.leave_late = True
+        task = torch._C._current_graph_task_id()
+        self._late[parameter] = None
+        if task not in self._tasks:
+            self._tasks.add(task)
+            _at_the_end(lambda: _at_the_end(functools.partial(self._depart_late, task)))
+
+    def _depart_late(self, task: int) -> None:
+        self._tasks.discard(task)
+        for parameter in list(self._late):
+            del self._late[parameter]
+            if parameter.grad is not None:
+                self.depart(parameter)
+
     def depart(self, parameter: torch.Tensor) -> None:
-        """Send the gradient that backward has just made out, and let another tensor stand for it."""
+        """Send a gradient that is final out, and let another tensor stand for it."""
         device = device_at(parameter.device)
-        if device is None or device.is_capturing() or not _is_nobodys(parameter):
+        if device is None or device.is_capturing() or not _may_leave(parameter):
             return
-        gradient = gradient_of(parameter)
-        if not is_strided(gradient) or not is_dense(gradient) or gradient.requires_grad:
+        if not _is_nobodys(parameter):
+            self.stay[parameter] = None
             return
-        if gradient.stride() != local_of(parameter).stride():
-            return
+        self.stay.pop(parameter, None)
+        gradient: Any = gradient_of(parameter)
         with torch.no_grad():
             content = Content(self._shared, gradient.detach().resolve_conj().resolve_neg())
         stands_for = as_shard_of(parameter.grad, OffloadedGradient.of(content))
@@ -143,6 +170,23 @@ class GradientsOnHost:
     def limit(self, byte_count: int) -> None:
         """How much memory of one device gradients that are on their way out may have."""
         self._shared.limit(byte_count)
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _at_the_end(function: Callable[[], None]) -> None:
+    """Call it when the backward that is running has ended, after those that asked for it before."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _may_leave(parameter: torch.Tensor) -> bool:
+    """Whether the gradient is one that can be copied as it lies, and has no graph."""
+    gradient = gradient_of(parameter)
+    if not is_strided(gradient) or not is_dense(gradient) or gradient.requires_grad:
+        return False
+    return bool(gradient.stride() == local_of(parameter).stride())
 
 
 def _is_nobodys(parameter: torch.Tensor) -> bool:
@@ -204,7 +248,7 @@ def _hook_of(owner: weakref.ref[GradientsOnHost]) -> Callable[[torch.Tensor], No
     def leave(parameter: torch.Tensor) -> None:
         gradients = owner()
         if gradients is not None:
-            gradients.depart(parameter)
+            gradients.note(parameter)
 
     return leave
 

@@ -459,8 +459,10 @@ def _copies(arguments: Any, made: dict[int, torch.Tensor]) -> Any:
 
 def _is_norm(func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it is a norm of a whole gradient in its own dtype, which can be asked of any other, too."""
+    if func not in _NORMS:
+        return False
     has_defaults = all(value in (None, False) for value in (*others[1:], *kwargs.values()))
-    return func in _NORMS and has_defaults and isinstance((*others, 2.0)[0], (int, float))
+    return has_defaults and isinstance((*others, 2.0)[0], (int, float))
 
 
 def _check_and_unscale(

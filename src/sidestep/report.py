@@ -150,5 +150,15 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             yield f"{kind}, group {listed}: {how}: {arrangement.cuttings[groups[0]].reason}."
     if arrangement.subjects and not any(subject.is_on_device for subject in arrangement.subjects):
         yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
+    if arrangement.gradients.leave_late:
+        yield (
+            "Gradients leave at the end of backward, when other ranks may have had their part in them. DDP keeps its"
+            " buckets on the device, which are as large as all gradients."
+        )
+    if arrangement.gradients.stay:
+        yield (
+            f"{len(arrangement.gradients.stay)} gradients stay on the device, as others have their memory, too: DDP's"
+            " buckets with gradient_as_bucket_view=True, FSDP1's flat gradients, or a hook that keeps them."
+        )
     if arrangement.at_rest.has_detours:
         yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."

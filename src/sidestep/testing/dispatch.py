@@ -28,6 +28,7 @@ COPY = aten.copy_.default
 FILL = aten.fill_.Tensor
 FOREACH_COPY = aten._foreach_copy_.default
 CACHED_CALLS_LIMIT = 1000
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -223,6 +224,8 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
             return None
         named = self._machine.devices.get(wanted)
         if named is None and not operands.tensors:
+            if self._machine.makes_floats_at is not None and operands.kwargs.get("dtype") in FLOATS:
+                return self._machine.makes_floats_at
             in_backward = torch._C._current_graph_task_id() != -1  # where Python, in hooks, comes between
             return self._latest.get(call) if in_backward or call == self._last_call else None
         return named or here

@@ -53,6 +53,7 @@ class Machine:
         self.scheduler = Scheduler(schedule, seed)
         self.residences = Residences()
         self.devices: dict[torch.device, SimulatedDevice] = {}
+        self.makes_floats_at: SimulatedDevice | None = None  # where floating tensors are made that name no address
 
     def device_of(self, tensor: torch.Tensor) -> SimulatedDevice | None:
         """The device that ``tensor`` lives on; ``None`` for the host."""

@@ -13,13 +13,13 @@ import torch
 from sidestep.engine.device import DeviceMemory, register, unregister
 from sidestep.errors import NotYetError, PinError, SimulationError
 from sidestep.testing.dispatch import Operations, run_on_host
+from sidestep.testing.engines import Engines
 from sidestep.testing.faults import Faults
 from sidestep.testing.labels import Labels
 from sidestep.testing.layers import Beneath
 from sidestep.testing.ledger import Ledger
 from sidestep.testing.machine import Machine, copying, current_category
 from sidestep.testing.memory import PAGE_BYTES, Allocator, poisoned_bytes, round_up
-from sidestep.testing.sharding import Sharding
 from sidestep.testing.streams import Event, Stream
 from sidestep.testing.transfers import Interception
 
@@ -102,7 +102,7 @@ class SimulatedDevice:
         if not _devices:
             labels = self._layers.enter_context(Labels(machine.residences))
             self._layers.enter_context(Interception(machine, labels))
-            self._layers.enter_context(Sharding(machine))
+            self._layers.enter_context(Engines(machine))
             self._layers.enter_context(Operations(machine))
             self._layers.enter_context(torch.compiler.set_stance("force_eager"))  # the machine must see each operation
         machine.devices[self.address] = self
