@@ -23,6 +23,7 @@ from sidestep.engine.traffic import Traffic
 from sidestep.engine.transit import Arrival
 from sidestep.leaves import is_dense, is_strided, storage_of
 from sidestep.offloaded import Content, OffloadedGradient, Shared
+from sidestep.ranks import has_ranks
 from sidestep.shards import as_shard_of, gradient_of, is_sharded, local_of
 
 
@@ -103,7 +104,7 @@ class GradientsOnHost:
         That is now, or at the end of backward where it may have to be reduced first: DDP and FSDP1 do that after this
         hook, and are done when everybody's callbacks for the end of backward have run.
         """
-        if is_sharded(parameter) or not _has_ranks():
+        if is_sharded(parameter) or not has_ranks():
             self.depart(parameter)
             return
         self.leave_late = True
@@ -170,10 +171,6 @@ class GradientsOnHost:
     def limit(self, byte_count: int) -> None:
         """How much memory of one device gradients that are on their way out may have."""
         self._shared.limit(byte_count)
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _at_the_end(function: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from sidestep.errors import NotYetError, PlacementError, SidestepError, Unsuppor
 from sidestep.interrupts import deferred_interrupts
 from sidestep.lending import Scaling
 from sidestep.placement import Placement, Policy, resolve
+from sidestep.ranks import Neighbours, Said, check_agreement, has_ranks
 from sidestep.report import Report, report_of
 from sidestep.skips import Skips
+from sidestep.wrapped import parameters_of
 
 _OWN = "offload"
 """The key of a parameter group that holds the group's own policy."""
@@ -97,8 +99,8 @@ def offload(
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
     )
-    _check_placements(optimizer, settings)
-    offloaded = OffloadOptimizer(optimizer, settings)
+    has_agreed = _check_placements(optimizer, settings)
+    offloaded = OffloadOptimizer(optimizer, settings, has_agreed=has_agreed)
     try:
         offloaded._arrangement.warn_of_rounding()
     except Warning:  # they are errors here: leave the optimizer as it was
@@ -107,13 +109,27 @@ def offload(
     return offloaded
 
 
-def _check_placements(optimizer: Optimizer, settings: Settings) -> None:
-    """Raise for a placement that makes no sense now, not in the first step."""
+def _check_placements(optimizer: Optimizer, settings: Settings) -> bool:
+    """Raise for a placement that makes no sense now, not in the first step. Returns as ``check_agreement``."""
     names = names_of(optimizer.param_groups, settings.names)
-    for group in optimizer.param_groups:
-        plain = {key: value for key, value in group.items() if key != _OWN}
-        for parameter in group["params"]:
-            resolve(settings.policy, group.get(_OWN), names[parameter], parameter, plain)
+    parameters = parameters_of(optimizer.param_groups)
+    placed = []
+    try:
+        for group in optimizer.param_groups:
+            plain = {key: value for key, value in group.items() if key != _OWN}
+            for parameter in group["params"]:
+                placement = resolve(settings.policy, group.get(_OWN), names[parameter], parameter, plain)
+                placed.append((names[parameter], placement))
+    except Exception as error:
+        with contextlib.suppress(PlacementError):  # or the others would wait for this rank
+            check_agreement(parameters, [("its placement", repr(error))])
+        raise
+    return check_agreement(parameters, _said(placed, settings))
+
+
+def _said(placed: Iterable[tuple[str, Placement]], settings: Settings) -> Said:
+    """What all ranks that share parameters must have been told alike."""
+    return [*((name, repr(placement)) for name, placement in placed), ("chunk_bytes", repr(settings.chunk_bytes))]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -162,11 +178,12 @@ class OffloadOptimizer(Optimizer):
     from now on. ``state`` and ``state_dict`` show offloaded tensors on the CPU, exact and live.
     """
 
-    def __init__(self, optimizer: Optimizer, settings: Settings) -> None:
+    def __init__(self, optimizer: Optimizer, settings: Settings, *, has_agreed: bool) -> None:
         # Optimizer.__init__ is not called: groups, defaults and hooks are the wrapped optimizer's own.
         self._original = optimizer
         self._settings = settings
         self._own_policies: list[Any] = [group.pop(_OWN, None) for group in optimizer.param_groups]
+        self._has_agreed = has_agreed
         self._set_up()
 
     def _set_up(self) -> None:
@@ -174,6 +191,7 @@ class OffloadOptimizer(Optimizer):
         self._patch_step_function()
         self._arrangement = Arrangement(self._original, self._settings, self._own_policies)
         self._skips = Skips()
+        self._neighbours = Neighbours()
         self._known_groups = list(self.param_groups)
         self._own_methods = {name: vars(self._original)[name] for name in _REFUSED if name in vars(self._original)}
         vars(self._original).update({name: _refusal(self._original, name) for name in _REFUSED})
@@ -291,6 +309,7 @@ class OffloadOptimizer(Optimizer):
         self._skips.note_step()
         self._require_live()
         self._arrangement.check_usable()
+        self._neighbours.check(self._arrangement.steps)
         self._arrangement.refuse_capture()
         loss = None
         if closure is not None:
@@ -298,6 +317,7 @@ class OffloadOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_own_policies()
+        self._agree()
         scaling = None
         if any(name in vars(self) for name in _SCALE):
             self._arrangement.plan()
@@ -312,11 +332,25 @@ class OffloadOptimizer(Optimizer):
             with _outside_inference_mode(), deferred_interrupts():
                 result = self._arrangement.step(None if closure is None else lambda: loss, scaling)
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
+            told = torch.OutOfMemoryError(self._out_of_memory(error))
+            self._neighbours.tell(told, self._arrangement.steps)
+            raise told from error
+        except Exception as error:
+            self._neighbours.tell(error, self._arrangement.steps)
+            raise
         finally:
             self._take_scale_back()
+        self._neighbours.take_back()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
         return result if closure is None else loss
+
+    def _agree(self) -> None:
+        """Where parameters were sharded after this was made, as Accelerate does it, the ranks compare notes now."""
+        if not self._has_agreed and has_ranks():
+            placed = [(name, placement) for _, name, _, placement in self._arrangement.placements()]
+            parameters = parameters_of(self.param_groups)
+            check_agreement(parameters, _said(placed, self._settings))
+        self._has_agreed = True
 
     def _make_state(self) -> None:
         """Make the state that a first step makes, and change nothing else, for DCP to load into, or to save.
@@ -461,6 +495,7 @@ class OffloadOptimizer(Optimizer):
         self._has_made_state = False
         self._known_groups = list(self.param_groups)  # torch has made new ones, in the same order
         self._arrangement.broken_by = None
+        self._neighbours.take_back()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -477,6 +512,7 @@ class OffloadOptimizer(Optimizer):
         self._original = state["original"]
         self._settings = state["settings"]
         self._own_policies = state["own_policies"]
+        self._has_agreed = True  # not every rank may make a copy
         self._set_up()
 
 

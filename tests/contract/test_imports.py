@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the inside out: each layer may import itself and the layers above it in this list.
 LAYERS = [
     {"errors", "shards"},
-    {"placement", "leaves", "interrupts", "skips"},
+    {"placement", "leaves", "interrupts", "skips", "ranks"},
     {"wrapped"},
     {"twins"},
     {"probe"},

@@ -1,0 +1,106 @@
+"""One rank's trouble: the others hear of it, by its number, and none waits for ever."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import sidestep
+from sidestep.errors import BrokenStepError, PlacementError
+from sidestep.testing import SimulatedDevice
+from tests import loops
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import backward, rank, sharded_net
+
+
+def message(action: Any, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+def disagreeing(mesh: tuple[int, ...], differs: int, what: str) -> str:
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = sharded_net(device, mesh)
+        optimizer = loops.adamw(model)
+        mine = {"placement": loops.PLACEMENT, "chunk_bytes": loops.CHUNK_BYTES}
+        if rank() == differs:
+            other = {"placement": sidestep.Placement(step="host"), "chunk_bytes": 2**20, "nonsense": lambda *_: "host"}
+            mine["placement" if what == "nonsense" else what] = other[what]
+        return message(lambda: sidestep.offload(optimizer, **mine), PlacementError)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["placement", "chunk_bytes"])
+def test_ranks_that_were_told_different_things(ranks: dict[int, Ranks], what: str) -> None:
+    first, second = ranks[2].run(disagreeing, (), 1, what)
+    assert "rank 0 has" in first
+    assert "rank 1 has" in first
+    assert "rank 1 has" in second
+    assert ("step='host'" if what == "placement" else "1048576 for chunk_bytes") in first
+
+
+def test_ranks_that_were_told_different_things_on_a_mesh_of_two_dimensions(ranks: dict[int, Ranks]) -> None:
+    assert all("different things" in found for found in ranks[4].run(disagreeing, (2, 2), 3, "placement"))
+
+
+def test_what_is_refused_on_one_rank_does_not_keep_the_others_waiting(ranks: dict[int, Ranks]) -> None:
+    first, second = ranks[2].run(disagreeing, (), 1, "nonsense")
+    assert "rank 1 has PlacementError" in first
+    assert "returned 'host' for" in second
+
+
+def late(differs: bool) -> Any:
+    """As under Accelerate: parameters are sharded after the optimizer was wrapped."""
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = sharded_net(device)
+        stand_ins = [torch.nn.Parameter(torch.zeros(2)) for _ in model.parameters()]
+        place = sidestep.Placement(step="host", min_elements=64) if differs and rank() else loops.PLACEMENT
+        optimizer = loops.offloaded(torch.optim.AdamW(stand_ins, lr=1e-2), place)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        backward(model, 0)
+        if differs:
+            return message(optimizer.step, PlacementError)
+        optimizer.step()
+        return None
+
+
+def test_parameters_that_are_sharded_later_are_compared_in_the_first_step(ranks: dict[int, Ranks]) -> None:
+    assert all("different things" in found for found in ranks[2].run(late, True))
+    ranks[2].run(late, False)
+
+
+def failing(recovers: bool) -> str | None:
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = sharded_net(device)
+        optimizer: Any = loops.offloaded(loops.adamw(model))
+        for step in range(3):
+            backward(model, step)
+            if rank() == 1 and step == 2:
+                optimizer.param_groups[0]["betas"] = None
+                assert message(optimizer.step, TypeError).startswith("rank 1: ")
+                optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+            if recovers or rank() == 0 or step < 2:
+                optimizer.step()
+        backward(model, 3)
+        if recovers:
+            optimizer.step()
+        return message(optimizer.step, BrokenStepError) if rank() == 0 and not recovers else None
+
+
+def test_the_others_hear_of_a_step_that_failed(ranks: dict[int, Ranks]) -> None:
+    first, _ = ranks[2].run(failing, False)
+    assert "rank 1 has failed in its step" in first
+    assert "TypeError" in first
+
+
+def test_a_new_optimizer_is_a_new_start(ranks: dict[int, Ranks]) -> None:
+    ranks[2].run(failing, False)
+    ranks[2].run(gc.collect)
+    ranks[2].run(failing, True)
+
+
+def test_a_step_that_is_made_again_is_no_failure(ranks: dict[int, Ranks]) -> None:
+    ranks[2].run(failing, True)
