@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from device import accelerator_on, options, start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -49,9 +48,9 @@ def start(simulate: bool) -> Iterator[torch.device]:
                 yield simulated.address
         else:
             yield device
+        dist.barrier()  # afterwards gloo's threads hold no tensors; they must not when Python ends
     finally:
         dist.destroy_process_group()
-        gc.collect()  # models are in cycles and keep the group, whose threads must not outlive the interpreter
 
 
 def accelerator_on(device: torch.device, **settings: Any) -> Accelerator:
