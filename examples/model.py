@@ -45,7 +45,7 @@ class GPT(nn.Module):
 
 
 def batch(number: int, rank: int, size: int = 8) -> torch.Tensor:
-    """Batch ``number`` of a rank, (size, LENGTH + 1): from a random start, each token is 7 times the last one plus 3."""
+    """Batch ``number`` of a rank, (size, LENGTH + 1): from a random start, a token is 7 times the last one plus 3."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     tokens = [torch.randint(TOKENS, (size,), generator=generator)]
     for _ in range(LENGTH):
