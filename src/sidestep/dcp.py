@@ -38,12 +38,14 @@ def _is_in(name: str) -> bool:
 def in_one_place(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of which all tensors but scalars are on the host, as DCP needs them in one place.
 
-    What is on a device, because it is small, is copied.
+    What is on a device, because it is small, is copied. On all ranks entries have the same order, in which DCP may
+    gather them: of a shard that is large some may have been made before others, and not of one that is small.
     """
     state = dict(state_dict["state"])
     for key, entries in state.items():
+        if isinstance(entries, dict):
+            state[key] = entries = dict(sorted(entries.items(), key=lambda entry: str(entry[0])))
         near = {name: t for name, t in tensors_of(entries) if t.ndim and device_at(t.device) is not None}
         if near:
-            state[key] = dict(entries)
             put(state[key], {name: tensor.cpu() for name, tensor in near.items()})
     return {**state_dict, "state": state}

@@ -475,6 +475,8 @@ class OffloadOptimizer(Optimizer):
         with self._arrangement.decoded():
             is_plain = kind.state_dict is Optimizer.state_dict
             made = super().state_dict() if is_plain else kind.state_dict(self._original)
+        if isinstance(made.get("state"), dict):
+            made["state"] = dict(sorted(made["state"].items(), key=_position))
         return dcp.in_one_place(made) if dcp.reads_state() else made
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -514,6 +516,12 @@ class OffloadOptimizer(Optimizer):
         self._own_policies = state["own_policies"]
         self._has_agreed = True  # not every rank may make a copy
         self._set_up()
+
+
+def _position(item: tuple[Any, Any]) -> tuple[bool, int]:
+    """Parameters in their order, whatever the order in which they were first updated, then all else as it was."""
+    is_parameter = isinstance(item[0], int)
+    return not is_parameter, item[0] if is_parameter else 0
 
 
 def _belongs_to(original: Optimizer | None, name: str) -> bool:

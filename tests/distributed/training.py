@@ -25,11 +25,24 @@ def rank() -> int:
     return torch.distributed.get_rank()
 
 
+class UnevenNet(loops.Net):
+    """With rows that 2 ranks cannot share evenly, and a matrix and a bias of which the last of 4 has nothing."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.wide = nn.Linear(32, 67)
+            self.norm = nn.LayerNorm(67)
+            self.narrow = nn.Linear(67, 3)
+
+
 def sharded_net(
     device: SimulatedDevice, mesh: tuple[int, ...] = (), policy: MixedPrecisionPolicy | None = None, **settings: Any
 ) -> nn.Module:
-    """``loops.Net`` under FSDP2: unevenly on 2 ranks, where it can be; on 4 ranks some parts are empty."""
-    model = loops.net_on(device, **settings)
+    """``UnevenNet`` under FSDP2."""
+    torch.manual_seed(1)
+    model = UnevenNet(**settings).to(device.address)
     over = mesh_of(*(mesh or (torch.distributed.get_world_size(),)))
     given = {"mesh": over, "mp_policy": policy or MixedPrecisionPolicy()}
     for module in (model.wide, model.narrow):
