@@ -1,4 +1,7 @@
-"""Accelerate with FSDP2: ``accelerate launch --num_processes=2 examples/accelerate_fsdp2.py --save run1``."""
+"""Accelerate with FSDP2, see ``docs/distributed.md``.
+
+``accelerate launch --use_fsdp --fsdp_version=2 --num_processes=2 examples/accelerate_fsdp2.py --save run1``
+"""
 
 from __future__ import annotations
 

@@ -67,4 +67,5 @@ def accelerator_on(device: torch.device, **settings: Any) -> Accelerator:
     made = Accelerator(cpu=True, **settings)
     PartialState().distributed_type = made.state.distributed_type = DistributedType.FSDP
     made.state.fsdp_plugin = settings["fsdp_plugin"]
+    made.state.fsdp_plugin.cpu_ram_efficient_loading = False  # `accelerate launch` sets it; weights would come to "cpu"
     return made
