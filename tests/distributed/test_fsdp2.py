@@ -310,7 +310,5 @@ def test_15_an_optimizer_that_looks_at_whole_parameters(ranks: dict[int, Ranks],
 
 
 def test_15_what_such_an_optimizer_cannot_have_is_refused_by_name(ranks: dict[int, Ranks]) -> None:
-    with pytest.raises(
-        RankError, match=r'rank \d: Placement\(step="host"\) needs an update'
-    ):
+    with pytest.raises(RankError, match=r'rank \d: Placement\(step="host"\) needs an update'):
         ranks[2].run(same_with_norms, "host step")
