@@ -2,6 +2,7 @@
 
     SidestepError
     ├── PlacementError             (ValueError)           a placement, or an argument of ``offload``, makes no sense
+    ├── ConfigurationError         (ValueError)           another library's configuration cannot be read, and which key
     ├── NotYetError                (NotImplementedError)  a promised part that is not built yet, by name
     ├── UnsupportedOptimizerError  (TypeError)            this optimizer cannot be offloaded, and why
     ├── StateDictError             (ValueError)           a state dict does not fit; nothing was changed
@@ -20,6 +21,10 @@ class SidestepError(Exception):
 
 class PlacementError(SidestepError, ValueError):
     """A placement, or an argument of ``offload``, makes no sense."""
+
+
+class ConfigurationError(SidestepError, ValueError):
+    """Another library's configuration cannot be read; the message names the key."""
 
 
 class NotYetError(SidestepError, NotImplementedError):
