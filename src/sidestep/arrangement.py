@@ -35,7 +35,7 @@ from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, fetcher_of, may_rest, to_device
-from sidestep.shards import as_shard_of, gradient_of, local_of
+from sidestep.shards import as_shard_of, gradient_of, is_sharded, is_unlike, local_of
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
 from sidestep.wrapped import ROUNDING, Group, State, Update, own_update, parameters_of
@@ -80,6 +80,7 @@ class Arrangement:
         self._is_housed: set[Chunk] = set()
         self._near_at: dict[torch.nn.Parameter, torch.device] = {}
         self._must_stay_whole: set[torch.nn.Parameter] = set()
+        self._are_unlike: set[torch.nn.Parameter] = set()  # sharded, with gradients that are sharded otherwise
         self._is_edited = True
         self._calls_closure_first: bool | None = None
         self._reaches: dict[tuple[Any, ...], probe.Reach] = {}
@@ -376,6 +377,9 @@ class Arrangement:
                         0 if is_odd or isinstance(gradient, OffloadedGradient) else gradient.nbytes
                     )
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
+                if is_sharded(parameter) and is_unlike(parameter):
+                    self._are_unlike.add(parameter)
+                is_whole = is_whole or (bool(self._are_unlike) and parameter in self._are_unlike)
                 is_contiguous = parameter.is_contiguous()
                 is_hooked = self._watches_gradients and parameter.requires_grad
                 kind = (parameter.dtype, parameter.shape, is_hooked)
@@ -446,6 +450,7 @@ class Arrangement:
                 device_at(parameter.device) is not None,
                 self.cuttings[index],
                 parameter in self._must_stay_whole,
+                parameter in self._are_unlike,
                 position,
                 self.at_rest.bytes_of(parameter),
             )
@@ -682,8 +687,8 @@ def _check_shard(subject: Subject) -> None:
     if subject.is_spread and subject.offloads and asked:
         raise UnsupportedOptimizerError(
             f"Placement({', '.join(asked)}) needs an update that treats each element of {subject.name} alone, as it is"
-            " sharded and each rank has a part of it; this optimizer looks at all of it. Leave that out for it: its"
-            " state can rest on the host all the same"
+            " sharded and each rank has a part of it; this optimizer looks at all of it, or its gradient is sharded"
+            " otherwise than it is. Leave that out for it: its state can rest on the host all the same"
         )
 
 

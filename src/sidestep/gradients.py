@@ -24,7 +24,7 @@ from sidestep.engine.transit import Arrival
 from sidestep.leaves import is_dense, is_strided, storage_of
 from sidestep.offloaded import Content, OffloadedGradient, Shared
 from sidestep.ranks import has_ranks
-from sidestep.shards import as_shard_of, gradient_of, is_sharded, local_of
+from sidestep.shards import as_shard_of, gradient_of, is_sharded, is_unlike, local_of
 
 
 class Inbound:
@@ -183,7 +183,8 @@ def _may_leave(parameter: torch.Tensor) -> bool:
     gradient = gradient_of(parameter)
     if not is_strided(gradient) or not is_dense(gradient) or gradient.requires_grad:
         return False
-    return bool(gradient.stride() == local_of(parameter).stride())
+    here = local_of(parameter)  # under FSDP1's no_sync, the gradient is that of all of it
+    return gradient.shape == here.shape and gradient.stride() == here.stride() and not is_unlike(parameter)
 
 
 def _is_nobodys(parameter: torch.Tensor) -> bool:
@@ -194,19 +195,20 @@ def _is_nobodys(parameter: torch.Tensor) -> bool:
         return names <= least_names and uses <= least_uses
     gradient: Any = parameter.grad
     names_of_shard = sys.getrefcount(gradient._local_tensor)
-    names_of_callers = int(_is_called_by_fsdp())
-    return names <= least_names + names_of_callers and names_of_shard <= _least_names_of_shard() + names_of_callers
+    if _is_made_by_fsdp():  # which has a name for it, and one for its shard, and one buffer for all of a module's
+        return names <= least_names + 1 and names_of_shard <= _least_names_of_shard() + 1
+    uses_of_shard = torch._C._storage_Use_Count(storage_of(gradient._local_tensor))
+    return names <= least_names and names_of_shard <= _least_names_of_shard() and uses_of_shard <= least_uses
 
 
-def _is_called_by_fsdp() -> bool:
-    """Whether FSDP2 runs the hook, which has a name for the gradient meanwhile, and one for its shard.
-
-    Its shards are views of one buffer for each of its modules, which nobody has but these gradients.
-    """
+def _is_made_by_fsdp() -> bool:
+    """Whether FSDP2 runs the hook, and has just made the gradient; not if it has added to one that was there."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp")
+    if frame is None or not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp"):
+        return False
+    return frame.f_locals.get("to_accumulate_grad") is False
 
 
 def _counts(parameter: torch.Tensor) -> tuple[int, int]:

@@ -194,8 +194,8 @@ class Lender:
         own = self._state.get(parameter)
         is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
         is_away = isinstance(gradient_of(parameter), OffloadedGradient)
-        is_apart = piece.is_slice or subject.is_shard or self._is_trial
-        if not (is_apart or (is_due and (is_changed or is_away))):
+        is_changed = is_changed or is_away or subject.is_shard or self._is_trial
+        if not (piece.is_slice or (is_due and is_changed)):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece).clone() if self._is_trial else slot.values_of(piece)
         if subject.has_master and is_due:

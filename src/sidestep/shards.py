@@ -31,6 +31,17 @@ def as_shard_of(like: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def is_unlike(parameter: torch.Tensor) -> bool:
+    """Whether the gradient is sharded otherwise than the parameter, so that their parts here do not belong together."""
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return False
+    if not (is_sharded(gradient) and is_sharded(parameter)):
+        return is_sharded(gradient) != is_sharded(parameter)
+    own: Any = parameter
+    return bool(gradient._spec.placements != own._spec.placements or gradient._spec.mesh != own._spec.mesh)
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """What of the parameter's gradient is in this process."""
     gradient: torch.Tensor | None = local_of(parameter.grad)
