@@ -311,6 +311,34 @@ class Langevin(Optimizer):
                 p.sub_(buffer + torch.randn_like(p), alpha=group["lr"])
 
 
+class Noting(Optimizer):
+    """Momentum with noise; it notes what it has done wherever there is room for notes."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "made": torch.zeros(()), "count": 0})
+        self.calls = 0
+        self.by_call: dict[int, int] = {}
+        self.shapes: list[Any] = []
+        self.total = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """The notes have a part in the update."""
+        self.calls += 1
+        self.by_call[self.calls] = len(self.shapes)
+        self.total += 1
+        self.last = self.calls
+        for group in self.param_groups:
+            group["made"] += 1
+            group["count"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.shapes.append(p.shape)
+                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                buffer.mul_(0.9).add_(p.grad)
+                noise = torch.randn_like(p) * float(self.total + group["made"] + len(self.by_call))
+                p.sub_(buffer + noise, alpha=group["lr"] / group["count"])
+
+
 class WithMethods(Optimizer):
     """Momentum, and beside ``step`` methods of all sorts. ``normalised``: it looks at each parameter as a whole."""
 

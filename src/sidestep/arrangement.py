@@ -35,7 +35,7 @@ from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, fetcher_of, may_rest, to_device
-from sidestep.shards import as_shard_of, gradient_of, is_sharded, is_unlike, local_of
+from sidestep.shards import alike, as_shard_of, gradient_of, local_of
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
 from sidestep.wrapped import ROUNDING, Group, State, Update, own_update, parameters_of
@@ -80,7 +80,6 @@ class Arrangement:
         self._is_housed: set[Chunk] = set()
         self._near_at: dict[torch.nn.Parameter, torch.device] = {}
         self._must_stay_whole: set[torch.nn.Parameter] = set()
-        self._are_unlike: set[torch.nn.Parameter] = set()  # sharded, with gradients that are sharded otherwise
         self._is_edited = True
         self._calls_closure_first: bool | None = None
         self._reaches: dict[tuple[Any, ...], probe.Reach] = {}
@@ -114,7 +113,8 @@ class Arrangement:
         if self.gradients.have_left:
             self._bring_views_of_gradients()
         update = own_update(type(self.optimizer), closure)
-        result = self._run(update, due, counted=True, scaling=scaling, is_trial=is_trial)
+        with alike(subject.parameter for subject in self.subjects if subject.is_shard):
+            result = self._run(update, due, counted=True, scaling=scaling, is_trial=is_trial)
         if scaling is not None and scaling.divides:
             self._unscale_gradients(scaling)
         self.gradients.settle()
@@ -377,9 +377,6 @@ class Arrangement:
                         0 if is_odd or isinstance(gradient, OffloadedGradient) else gradient.nbytes
                     )
                 is_whole = is_odd or (bool(self._must_stay_whole) and parameter in self._must_stay_whole)
-                if is_sharded(parameter) and is_unlike(parameter):
-                    self._are_unlike.add(parameter)
-                is_whole = is_whole or (bool(self._are_unlike) and parameter in self._are_unlike)
                 is_contiguous = parameter.is_contiguous()
                 is_hooked = self._watches_gradients and parameter.requires_grad
                 kind = (parameter.dtype, parameter.shape, is_hooked)
@@ -428,16 +425,7 @@ class Arrangement:
         Raises:
             PlacementError: a placement makes no sense.
         """
-        names = self.names()
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                name = names[parameter]
-                yield (
-                    parameter,
-                    name,
-                    index,
-                    resolve(self.settings.policy, self.own_policies[index], name, parameter, group),
-                )
+        return placements_of(self.optimizer.param_groups, self.own_policies, self.settings)
 
     def _make_subjects(self) -> Iterable[Subject]:
         for position, (parameter, name, index, placement) in enumerate(self.placements()):
@@ -450,7 +438,6 @@ class Arrangement:
                 device_at(parameter.device) is not None,
                 self.cuttings[index],
                 parameter in self._must_stay_whole,
-                parameter in self._are_unlike,
                 position,
                 self.at_rest.bytes_of(parameter),
             )
@@ -687,8 +674,8 @@ def _check_shard(subject: Subject) -> None:
     if subject.is_spread and subject.offloads and asked:
         raise UnsupportedOptimizerError(
             f"Placement({', '.join(asked)}) needs an update that treats each element of {subject.name} alone, as it is"
-            " sharded and each rank has a part of it; this optimizer looks at all of it, or its gradient is sharded"
-            " otherwise than it is. Leave that out for it: its state can rest on the host all the same"
+            " sharded and each rank has a part of it; this optimizer looks at all of it. Leave that out for it:"
+            " its state can rest on the host all the same"
         )
 
 
@@ -706,6 +693,21 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _ids(values: list[Any]) -> list[int]:
     return [id(value) for value in values]
+
+
+def placements_of(
+    groups: Sequence[Group], own_policies: Sequence[Any], settings: Settings
+) -> Iterator[tuple[torch.nn.Parameter, str, int, Placement]]:
+    """Each parameter of these groups with its name, its group and its placement.
+
+    Raises:
+        PlacementError: a placement makes no sense.
+    """
+    names = names_of(groups, settings.names)
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            name = names[parameter]
+            yield parameter, name, index, resolve(settings.policy, own_policies[index], name, parameter, group)
 
 
 def names_of(groups: Sequence[Group], of_the_model: dict[torch.nn.Parameter, str]) -> dict[torch.nn.Parameter, str]:

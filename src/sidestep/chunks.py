@@ -52,7 +52,6 @@ class Subject:
     is_on_device: bool
     cutting: Cutting
     is_whole: bool = False  # must not be cut, whatever the optimizer allows
-    is_unlike: bool = False  # its gradient is sharded otherwise than it is
     position: int = 0  # among all parameters of the optimizer
     bytes_at_rest: int = 0  # what its state takes that is at rest already; it may be more than the probe predicts
 
@@ -64,7 +63,7 @@ class Subject:
     @functools.cached_property
     def is_shard(self) -> bool:
         """Whether this process's part of a sharded parameter is updated as if it were a parameter of its own."""
-        return self.cutting.cut is Cut.ELEMENT and is_sharded(self.parameter) and not self.is_unlike
+        return self.cutting.cut is Cut.ELEMENT and is_sharded(self.parameter)
 
     @functools.cached_property
     def is_spread(self) -> bool:

@@ -47,6 +47,13 @@ def tensors_of(entries: Any) -> Iterator[tuple[Key, torch.Tensor]]:
             yield name, value
 
 
+def marks_of(entries: Any) -> list[Any]:
+    """Compares unequal after any change of a parameter's state, except by kernels that keep no version (fused ones)."""
+    named = entries if isinstance(entries, dict) else {"": entries}
+    others = [value for value in named.values() if not isinstance(value, torch.Tensor) and not is_compound(value)]
+    return [*named, *map(repr, others), *((key, id(tensor), tensor._version) for key, tensor in tensors_of(named))]
+
+
 def tensors_within(name: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Each tensor of a compound entry with its key; none if some of them share memory, which moving would separate."""
     found = list(parts_within(name, value))

@@ -23,6 +23,7 @@ from sidestep.leaves import (
     is_compound,
     is_dense,
     is_strided,
+    marks_of,
     parts_within,
     put,
     span_of,
@@ -107,10 +108,7 @@ class Loan:
         self._gradients += gradients
         versions += [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
         for entries in self.state.values():
-            named = entries if isinstance(entries, dict) else {"": entries}
-            versions.append(list(named))
-            versions += [repr(v) for v in named.values() if not isinstance(v, torch.Tensor) and not is_compound(v)]
-            versions += [(key, tensor._version) for key, tensor in tensors_of(named)]
+            versions += marks_of(entries)
         return versions
 
 

@@ -9,23 +9,25 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from sidestep import dcp, loading
-from sidestep.arrangement import Arrangement, Settings, abandon, names_of
+from sidestep.arrangement import Arrangement, Settings, abandon, placements_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
 from sidestep.interrupts import deferred_interrupts
+from sidestep.leaves import marks_of
 from sidestep.lending import Scaling
-from sidestep.placement import Placement, Policy, resolve
-from sidestep.ranks import Neighbours, Said, check_agreement, has_ranks
+from sidestep.placement import Placement, Policy
+from sidestep.ranks import Neighbours, Told, check_agreement, has_ranks
 from sidestep.report import Report, report_of
 from sidestep.skips import Skips
-from sidestep.wrapped import parameters_of
+from sidestep.trials import unnoticed
+from sidestep.wrapped import Group, State, parameters_of
 
 _OWN = "offload"
 """The key of a parameter group that holds the group's own policy."""
@@ -99,7 +101,7 @@ def offload(
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
     )
-    has_agreed = _check_placements(optimizer, settings)
+    has_agreed = _agree(*_without_own_policies(optimizer.param_groups), settings)
     offloaded = OffloadOptimizer(optimizer, settings, has_agreed=has_agreed)
     try:
         offloaded._arrangement.warn_of_rounding()
@@ -109,27 +111,22 @@ def offload(
     return offloaded
 
 
-def _check_placements(optimizer: Optimizer, settings: Settings) -> bool:
-    """Raise for a placement that makes no sense now, not in the first step. Returns as ``check_agreement``."""
-    names = names_of(optimizer.param_groups, settings.names)
-    parameters = parameters_of(optimizer.param_groups)
-    placed = []
+def _agree(groups: list[Group], own_policies: list[Any], settings: Settings) -> bool:
+    """Raise for a placement that makes no sense, or that other ranks have otherwise. Returns as ``check_agreement``."""
+    of_all = [("chunk_bytes", repr(settings.chunk_bytes))]
     try:
-        for group in optimizer.param_groups:
-            plain = {key: value for key, value in group.items() if key != _OWN}
-            for parameter in group["params"]:
-                placement = resolve(settings.policy, group.get(_OWN), names[parameter], parameter, plain)
-                placed.append((names[parameter], placement))
+        placements = placements_of(groups, own_policies, settings)
+        told = [Told(parameter, name, repr(placement)) for parameter, name, _, placement in placements]
     except Exception as error:
         with contextlib.suppress(PlacementError):  # or the others would wait for this rank
-            check_agreement(parameters, [("its placement", repr(error))])
+            check_agreement((Told(p, "its placement", repr(error)) for p in parameters_of(groups)), of_all)
         raise
-    return check_agreement(parameters, _said(placed, settings))
+    return check_agreement(told, of_all)
 
 
-def _said(placed: Iterable[tuple[str, Placement]], settings: Settings) -> Said:
-    """What all ranks that share parameters must have been told alike."""
-    return [*((name, repr(placement)) for name, placement in placed), ("chunk_bytes", repr(settings.chunk_bytes))]
+def _without_own_policies(groups: list[Group]) -> tuple[list[Group], list[Any]]:
+    plain = [{key: value for key, value in group.items() if key != _OWN} for group in groups]
+    return plain, [group.get(_OWN) for group in groups]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -347,9 +344,7 @@ class OffloadOptimizer(Optimizer):
     def _agree(self) -> None:
         """Where parameters were sharded after this was made, as Accelerate does it, the ranks compare notes now."""
         if not self._has_agreed and has_ranks():
-            placed = [(name, placement) for _, name, _, placement in self._arrangement.placements()]
-            parameters = parameters_of(self.param_groups)
-            check_agreement(parameters, _said(placed, self._settings))
+            _agree(self.param_groups, self._own_policies, self._settings)
         self._has_agreed = True
 
     def _make_state(self) -> None:
@@ -360,17 +355,18 @@ class OffloadOptimizer(Optimizer):
         """
         self._require_live()
         self._collect_own_policies()
-        with _outside_inference_mode(), deferred_interrupts():
+        with _outside_inference_mode(), deferred_interrupts(), unnoticed(self._original):
             self._arrangement.step(is_trial=True)
-        self._has_made_state = True
+        self._arrangement.expect_edits()
+        self._made_state = _marks(self._original.state)
 
     def _forget_made_state(self) -> None:
-        if self._has_made_state:
-            self._has_made_state = False
+        made, self._made_state = self._made_state, None
+        if made is not None and made == _marks(self._original.state):
             self._original.state.clear()
             self._arrangement.expect_edits()
 
-    _has_made_state = False
+    _made_state: list[Any] | None = None  # how it was when it was made
 
     def _is_skipped(self, *, handles_scale: bool) -> bool:
         """Whether a ``GradScaler`` says that this step must do nothing, and kernels do not see to that."""
@@ -422,8 +418,10 @@ class OffloadOptimizer(Optimizer):
         """
         self._require_live()
         self._arrangement.check_usable()
+        self._forget_made_state()
         self._collect_own_policies()
         self._arrangement.bring_back()
+        self._neighbours.take_back()
         for group, own in zip(self.param_groups, self._own_policies, strict=True):
             if own is not None:
                 group[_OWN] = own
@@ -494,7 +492,7 @@ class OffloadOptimizer(Optimizer):
                 state_dict = hook_result
         loading.check_fits(state_dict, self._arrangement)
         loading.load(state_dict, self._arrangement)
-        self._has_made_state = False
+        self._made_state = None
         self._known_groups = list(self.param_groups)  # torch has made new ones, in the same order
         self._arrangement.broken_by = None
         self._neighbours.take_back()
@@ -506,6 +504,7 @@ class OffloadOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._require_live()
         self._arrangement.check_usable()
+        self._forget_made_state()
         self._collect_own_policies()
         self._arrangement.land()
         return {"original": self._original, "settings": self._settings, "own_policies": self._own_policies}
@@ -516,6 +515,11 @@ class OffloadOptimizer(Optimizer):
         self._own_policies = state["own_policies"]
         self._has_agreed = True  # not every rank may make a copy
         self._set_up()
+
+
+def _marks(state: State) -> list[Any]:
+    """Compares unequal after an entry of the state was changed, put there or taken away."""
+    return [mark for parameter, entries in state.items() for mark in (id(parameter), *marks_of(entries))]
 
 
 def _position(item: tuple[Any, Any]) -> tuple[bool, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import weakref
+import itertools
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -16,7 +16,13 @@ from sidestep.shards import is_sharded
 Said = list[tuple[str, str]]
 """What one rank has: names of parameters or arguments, each with what was said of it."""
 
-_FAILED = "sidestep/failed"
+
+class Told(NamedTuple):
+    """What was said of one parameter."""
+
+    parameter: Any
+    name: str
+    what: str
 
 
 def has_ranks() -> bool:
@@ -24,21 +30,30 @@ def has_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def check_agreement(parameters: Iterable[torch.nn.Parameter], said: Said) -> bool:
+def check_agreement(told: Iterable[Told], of_all: Said) -> bool:
     """Ask the ranks that share these parameters whether all were told the same. Returns whether any are shared yet.
 
-    Each mesh of sharded parameters is asked by its own groups; all its ranks take part.
+    Each mesh of sharded parameters is asked by its own groups, about its parameters and ``of_all``; all its ranks take
+    part.
 
     Raises:
         PlacementError: they were not, on all of these ranks; it names two of them and the first difference.
     """
-    sharded: list[Any] = [parameter for parameter in parameters if is_sharded(parameter)]
-    own = torch.distributed.get_rank() if sharded else 0
-    for mesh in dict.fromkeys(parameter.device_mesh for parameter in sharded):
-        digests = _gathered(mesh, own, hashlib.sha256(repr(said).encode()).hexdigest())
-        if len(set(digests.values())) > 1:
-            _refuse(own, _gathered(mesh, own, said))
-    return bool(sharded)
+    by_mesh: dict[Any, Said] = {}
+    for one in told:
+        if is_sharded(one.parameter):
+            by_mesh.setdefault(one.parameter.device_mesh, []).append((one.name, one.what))
+    for mesh, said in by_mesh.items():
+        if mesh.get_coordinate() is not None:
+            _compare(mesh, [*said, *of_all])
+    return bool(by_mesh)
+
+
+def _compare(mesh: Any, said: Said) -> None:
+    own = torch.distributed.get_rank()
+    digests = _gathered(mesh, own, hashlib.sha256(repr(said).encode()).hexdigest())
+    if len(set(digests.values())) > 1:
+        _refuse(own, _gathered(mesh, own, said))
 
 
 def _gathered(mesh: Any, rank: int, value: Any) -> dict[int, Any]:
@@ -70,10 +85,18 @@ def _first_difference(mine: Said, theirs: Said) -> tuple[str, str]:
 
 
 class Neighbours:
-    """Tells the other ranks of a step that has failed here, so that none goes on without this one."""
+    """Tells the other ranks of a step that has failed here, so that none goes on without this one.
+
+    It does so by the store through which the ranks have met: a count of failed ranks, which is all that is read as long
+    as it is zero, and what each of them has to say. An optimizer's ranks find each other by the order in which each
+    process has wrapped its optimizers; what was said of one that is gone concerns no other.
+    """
+
+    _ordinals = itertools.count()
 
     def __init__(self) -> None:
-        self._has_told = False
+        self._failed = f"sidestep/{next(self._ordinals)}/failed"
+        self._told_in: Any = None  # the store
 
     def tell(self, error: BaseException, step: int) -> None:
         """Step number ``step`` has failed on this rank; the error gets the rank's number."""
@@ -82,39 +105,45 @@ class Neighbours:
         rank = torch.distributed.get_rank()
         if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("rank "):
             error.args = (f"rank {rank}: {error.args[0]}", *error.args[1:])
+        self.take_back()
         with contextlib.suppress(Exception):  # whoever keeps the store may be gone; there is an error to raise already
-            _store().set(_FAILED, f"{rank} {step} {type(error).__name__}: {error}")
-            self._has_told = True
-            weakref.finalize(self, _clear).atexit = False  # a new optimizer is a new start
+            store = _store()
+            store.set(f"{self._failed}/{rank}", f"{step} {type(error).__name__}: {error}")
+            store.add(self._failed, 1)
+            self._told_in = store
 
     def take_back(self) -> None:
-        """All is well again here: the step was made after all, or a checkpoint was loaded."""
-        if self._has_told:
-            self._has_told = False
-            _clear()
+        """All is well again here: the step was made after all, a checkpoint was loaded, or this is not used again."""
+        store, self._told_in = self._told_in, None
+        if store is not None and has_ranks():
+            with contextlib.suppress(Exception):
+                store.set(f"{self._failed}/{torch.distributed.get_rank()}", "")
+                store.add(self._failed, -1)
 
     def check(self, step: int) -> None:
         """Raise ``BrokenStepError`` if a step before ``step`` has failed on another rank, and was not made since.
 
         The same step may just be made again there.
         """
-        if not has_ranks() or self._has_told:
+        if not has_ranks() or self._told_in is not None:
             return
+        failed: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # a store that is gone, or that cannot count, has nothing to say
+            failed = self._of_others()
+        for rank, text in failed.items():
+            number, error = text.split(" ", 1)
+            if int(number) < step:
+                raise BrokenStepError(
+                    f"rank {rank} has failed in its step, so its parameters are not those of this rank's step: {error}"
+                )
+
+    def _of_others(self) -> dict[int, str]:
         store = _store()
-        text = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
-        if not text:
-            return
-        rank, failed, error = text.split(" ", 2)
-        if int(rank) != torch.distributed.get_rank() and int(failed) < step:
-            raise BrokenStepError(
-                f"rank {rank} has failed in its step, so its parameters are not those of this rank's step: {error}"
-            )
-
-
-def _clear() -> None:
-    if has_ranks():
-        with contextlib.suppress(Exception):
-            _store().set(_FAILED, "")
+        if store.add(self._failed, 0) <= 0:
+            return {}
+        keys = {rank: f"{self._failed}/{rank}" for rank in range(torch.distributed.get_world_size())}
+        texts = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        return {rank: text for rank, text in texts.items() if text and rank != torch.distributed.get_rank()}
 
 
 def _store() -> Any:

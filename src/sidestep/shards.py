@@ -6,7 +6,9 @@ parameter of its own: the numbers are the same, and no operation has to ask wher
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,10 @@ def is_sharded(value: Any) -> bool:
 
 def local_of(value: Any) -> Any:
     """What of a ``DTensor`` is in this process, sharing memory; anything else is here as it is."""
-    return value._local_tensor if is_sharded(value) else value
+    if not is_sharded(value):
+        return value
+    local = value._local_tensor
+    return local if type(local) is torch.Tensor or not hasattr(local, "wait") else local.wait()  # for a collective
 
 
 def as_shard_of(like: Any, local: torch.Tensor) -> torch.Tensor:
@@ -40,6 +45,21 @@ def is_unlike(parameter: torch.Tensor) -> bool:
         return is_sharded(gradient) != is_sharded(parameter)
     own: Any = parameter
     return bool(gradient._spec.placements != own._spec.placements or gradient._spec.mesh != own._spec.mesh)
+
+
+@contextlib.contextmanager
+def alike(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which the gradients of these are sharded as they are, as torch does it in each operation on both."""
+    own: dict[Any, Any] = {parameter: parameter.grad for parameter in parameters if is_unlike(parameter)}
+    lent = {parameter: gradient.redistribute(placements=parameter.placements) for parameter, gradient in own.items()}
+    for parameter, gradient in lent.items():
+        parameter.grad = gradient
+    try:
+        yield
+    finally:
+        for parameter, gradient in own.items():
+            if parameter.grad is lent[parameter]:
+                parameter.grad = gradient
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -80,7 +80,7 @@ class Step:
             all_due=not is_counted,
             is_trial=is_trial,
         )
-        self._values = GroupValues(optimizer, self._chunks_of_each_group())
+        self._values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=is_trial)
         self._results: list[Any] = []
         self.has_changed = False
         self.is_complete = False

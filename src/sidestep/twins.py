@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestep.leaves import PLAIN_TENSORS, is_compound, tensors_of, tensors_within
+from sidestep.trials import kept_generators
 from sidestep.wrapped import Group, GroupValues, State, Update, own_update, run_on
 
 CUT_ELEMENTS = 1024
@@ -61,13 +62,8 @@ def undisturbed(function: Callable[[], Result]) -> Result:
     """
 
     def call() -> Result:
-        others = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                return function()
-        finally:
-            random.setstate(others[0])
-            np.random.set_state(others[1])
+        with kept_generators(), torch.no_grad():
+            return function()
 
     with torch.compiler.set_stance("force_eager"), ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(call).result()

@@ -98,8 +98,14 @@ class GroupValues:
     step however many chunks the group has; what a chunk was the first to change is written back by ``write_back``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, chunks_of_group: Sequence[int]) -> None:
-        """``chunks_of_group[i]``: into how many chunks group i is cut; one alone may have the group's own tensors."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, chunks_of_group: Sequence[int], *, is_trial: bool = False
+    ) -> None:
+        """``chunks_of_group[i]``: into how many chunks group i is cut; one alone may have the group's own tensors.
+
+        ``is_trial``: none may have them.
+        """
+        self._is_trial = is_trial
         self._groups: list[Group] = optimizer.param_groups
         self._chunks_of_group = chunks_of_group
         self._changes: dict[int, dict[str, _Change]] = {}
@@ -120,7 +126,7 @@ class GroupValues:
                 values[key] = values[key].detach().to("cpu", copy=True)
             if "capturable" in values:
                 values["capturable"] = False
-        elif self._chunks_of_group[index] > 1:
+        elif self._chunks_of_group[index] > 1 or self._is_trial:
             for key in self._tensor_keys[index]:
                 values[key] = values[key].detach().clone()
         values["params"] = parameters

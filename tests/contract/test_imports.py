@@ -19,6 +19,7 @@ LAYERS = [
     {"errors", "shards"},
     {"placement", "leaves", "interrupts", "skips", "ranks"},
     {"wrapped"},
+    {"trials"},
     {"twins"},
     {"probe"},
     {"chunks"},

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sidestep
 from sidestep.errors import BrokenStepError, PlacementError
@@ -72,6 +74,46 @@ def test_parameters_that_are_sharded_later_are_compared_in_the_first_step(ranks:
     ranks[2].run(late, False)
 
 
+def nonsense_later() -> str:
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = sharded_net(device)
+        stand_ins = [torch.nn.Parameter(torch.zeros(2)) for _ in model.parameters()]
+
+        def policy(name: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> Any:
+            return "host" if rank() and parameter.numel() > 2 else loops.PLACEMENT
+
+        optimizer = loops.offloaded(torch.optim.AdamW(stand_ins, lr=1e-2), policy)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        backward(model, 0)
+        return message(optimizer.step, PlacementError)
+
+
+def test_what_is_refused_later_on_one_rank_does_not_keep_the_others_waiting(ranks: dict[int, Ranks]) -> None:
+    first, second = ranks[2].run(nonsense_later)
+    assert "rank 1 has PlacementError" in first
+    assert "returned 'host' for" in second
+
+
+def on_meshes_of_their_own() -> None:
+    """As with the stages of a pipeline: what one has is nothing to the other, nor are unshared parameters."""
+    meshes = [DeviceMesh("cpu", [number]) for number in range(2)]
+    with SimulatedDevice("random", seed=rank()) as device:
+        mesh = meshes[rank()]
+        weights = [torch.zeros(8 + rank(), 64).to(device.address) for _ in range(1 + rank())]
+        shared = [torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])) for weight in weights]
+        alone = [torch.nn.Parameter(torch.zeros(64, device=device.address)) for _ in range(2 - rank())]
+        place = sidestep.Placement(min_elements=64, step="host" if rank() else "device")
+        optimizer = loops.offloaded(torch.optim.AdamW([*alone, *shared], lr=1e-2), place)
+        for parameter in [*alone, *shared]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert all(optimizer.state[p]["exp_avg"].device == loops.HOST for p in shared)
+
+
+def test_ranks_that_share_nothing_may_be_told_different_things(ranks: dict[int, Ranks]) -> None:
+    ranks[2].run(on_meshes_of_their_own)
+
+
 def failing(recovers: bool) -> str | None:
     with SimulatedDevice("random", seed=rank()) as device:
         model = sharded_net(device)
@@ -100,6 +142,57 @@ def test_a_new_optimizer_is_a_new_start(ranks: dict[int, Ranks]) -> None:
     ranks[2].run(failing, False)
     ranks[2].run(gc.collect)
     ranks[2].run(failing, True)
+
+
+def failing_alone(what: str) -> None:
+    """Rank 1 fails with one of its optimizers, and gives it back or not; all goes on with the other."""
+    with SimulatedDevice("random", seed=rank()) as device:
+        models = [sharded_net(device) for _ in range(2)]
+        first, second = (loops.offloaded(loops.adamw(model)) for model in models)
+        for step in range(2):
+            backward(models[0], step)
+            backward(models[1], step)
+            if rank() == 1 and step == 0:
+                first.param_groups[0]["betas"] = None
+                message(first.step, TypeError)
+                first.param_groups[0]["betas"] = (0.9, 0.999)
+                if what == "restored":
+                    first.restore()
+            elif rank() == 0 and (step == 0 or what == "restored"):
+                first.step()
+            elif rank() == 0:
+                assert "rank 1 has failed" in message(first.step, BrokenStepError)
+            second.step()
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("what", ["goes on", "restored"])
+def test_other_optimizers_are_not_concerned(ranks: dict[int, Ranks], what: str) -> None:
+    ranks[2].run(failing_alone, what)
+
+
+def three_failures() -> None:
+    """Of three ranks that fail, two make their step again."""
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = sharded_net(device)
+        optimizer = loops.offloaded(loops.adamw(model))
+        backward(model, 0)
+        if rank():
+            optimizer.param_groups[0]["betas"] = None
+            message(optimizer.step, TypeError)
+            optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        torch.distributed.barrier()
+        if rank() != 2:
+            optimizer.step()  # on rank 1, again
+        torch.distributed.barrier()
+        backward(model, 1)
+        if rank() != 2:
+            assert "rank 2 has failed" in message(optimizer.step, BrokenStepError)
+        torch.distributed.barrier()
+
+
+def test_those_that_recover_leave_word_of_the_one_that_does_not(ranks: dict[int, Ranks]) -> None:
+    ranks[4].run(three_failures)
 
 
 def test_a_step_that_is_made_again_is_no_failure(ranks: dict[int, Ranks]) -> None:

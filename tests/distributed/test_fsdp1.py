@@ -62,6 +62,30 @@ def test_the_bits_of_fsdp1_alone(ranks: dict[int, Ranks], use_orig_params: bool,
     ranks[2].run(same_training, use_orig_params, placed)
 
 
+def without_sync(use_orig_params: bool, device: SimulatedDevice, wrap: Wrap) -> Any:
+    model: Any = sharded(device, use_orig_params)
+    optimizer = wrap(loops.adamw(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():  # until then gradients are those of whole parameters
+            for micro in range(2):
+                loss_of(model, 3 * step + micro).backward()
+        loss_of(model, 3 * step + 2).backward()
+        optimizer.step()
+    return here({"state": optimizer.state_dict()["state"], "parameters": list(model.parameters())})
+
+
+def same_without_sync(use_orig_params: bool, placed: str) -> None:
+    place = sidestep.Placement(min_elements=loops.MIN_ELEMENTS, **PLACEMENTS[placed])
+    assert_same(functools.partial(without_sync, use_orig_params), place, schedules=("random",), moves=placed == "state")
+
+
+@every_placement
+@both_ways
+def test_no_sync(ranks: dict[int, Ranks], use_orig_params: bool, placed: str) -> None:
+    ranks[2].run(same_without_sync, use_orig_params, placed)
+
+
 def resumed(use_orig_params: bool, source: str, target: str) -> None:
     """Saved in FSDP1's own way from one placement, loaded into another: the run goes on as if it had not ended."""
     with SimulatedDevice("random", seed=rank()) as device:

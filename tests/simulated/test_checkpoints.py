@@ -732,6 +732,69 @@ def test_a_pickled_optimizer_alone_holds_its_state_and_policies() -> None:
         assert [group.get("offload") for group in again.restore().param_groups] == [None, False]
 
 
+@pytest.mark.parametrize("kind", [homemade.Noting, homemade.GroupCounter, torch.optim.AdamW])
+def test_dcp_making_state_leaves_no_trace(kind: Any) -> None:
+    def run(device: SimulatedDevice, looks: bool) -> Any:
+        model = net_on(device)
+        optimizer = offloaded(kind(model.parameters(), lr=1e-2))
+        if looks:
+            before = dict(vars(optimizer._original))
+            assert dcp.get_optimizer_state_dict(model, optimizer)["state"]
+            assert vars(optimizer._original).keys() == before.keys()
+        train(model, optimizer, range(3))
+        return outcome(model, optimizer)
+
+    with SimulatedDevice("random", seed=1) as device:
+        expected = run(device, False)
+    with SimulatedDevice("random", seed=1) as device:
+        assert_equal(run(device, True), expected)
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle", "restore"])
+def test_state_that_dcp_has_made_is_forgotten_by_copies_too(way: str) -> None:
+    def run(device: SimulatedDevice, looks: bool) -> Any:
+        model = net_on(device, dropout=0.0)
+        optimizer: Any = offloaded(adamw(model))
+        if looks:
+            dcp.get_optimizer_state_dict(model, optimizer)
+        if way == "restore":
+            optimizer = optimizer.restore()
+        elif way == "copy":
+            model, optimizer = copy.deepcopy((model, optimizer))
+        else:
+            buffer = io.BytesIO(pickle.dumps((model, optimizer)))
+            model, optimizer = pickle.load(buffer)
+            model.to(device.address)
+        train(model, optimizer, range(3))
+        return outcome(model, optimizer)
+
+    with SimulatedDevice("random", seed=1) as device:
+        expected = run(device, False)
+    with SimulatedDevice("random", seed=1) as device:
+        assert_equal(run(device, True), expected)
+
+
+@pytest.mark.parametrize("way", ["in place", "an entry", "all"])
+def test_state_that_dcp_has_made_and_the_user_has_filled_is_kept(way: str) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device, dropout=0.0)
+        optimizer = wrap(adamw(model))
+        found = dcp.get_optimizer_state_dict(model, optimizer)
+        entries = optimizer.state[model.wide.weight]
+        if way == "in place":
+            with torch.no_grad():
+                found["state"]["wide.weight"]["exp_avg"].fill_(0.25)
+        elif way == "an entry":
+            entries["exp_avg"] = torch.full_like(entries["exp_avg"], 0.25)
+        else:
+            optimizer.state = {p: copy.deepcopy(own) for p, own in optimizer.state.items()}
+            optimizer.state[model.wide.weight]["exp_avg"].fill_(0.25)
+        train(model, optimizer, range(3))
+        return outcome(model, optimizer)
+
+    assert_same_as_plain(run, **BRIEFLY)
+
+
 def test_a_copy_may_be_stepped_while_the_first_is_in_flight() -> None:
     def run(device: SimulatedDevice, wrap: Wrap) -> Any:
         model = net_on(device, dropout=0.0)

@@ -143,8 +143,9 @@ class Residences:
 
     def forget(self, device: SimulatedDevice) -> None:
         """Let the blocks of ``device`` be ordinary host memory from now on."""
-        for key in [key for key, block in self.blocks.items() if block.device is device]:
-            self.blocks.pop(key).reference = None
+        for key, block in self.blocks.copy().items():  # any of which may die meanwhile
+            if block.device is device and self.blocks.pop(key, None) is not None:
+                block.reference = None
 
     def pin(self, memory: np.ndarray[Any, np.dtype[np.uint8]], ledger: Ledger) -> None:
         """Call ``memory`` page-locked as long as it lives."""
