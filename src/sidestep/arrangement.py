@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from sidestep.chunks import (
 )
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.host_slots import HostRing
-from sidestep.engine.limits import available_host_bytes
+from sidestep.engine.limits import available_host_bytes, processes_here
 from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
@@ -46,7 +46,7 @@ class Settings:
     """What ``offload`` was asked for."""
 
     policy: Policy
-    names: dict[torch.nn.Parameter, str]
+    names: MutableMapping[torch.nn.Parameter, str]  # weak: a model may be sharded, and its parameters replaced, later
     pinned_memory_bytes: int | None
     chunk_bytes: int | None
     slots: int
@@ -61,7 +61,7 @@ class Arrangement:
         self.settings = settings
         self.own_policies = own_policies
         limit = settings.pinned_memory_bytes
-        self.store = HostStore(available_host_bytes() // 2 if limit is None else limit)
+        self.store = HostStore(available_host_bytes() // 2 // processes_here() if limit is None else limit)
         self.traffic = Traffic()
         self.rings: dict[torch.device, Ring] = {}
         self.host_rings: dict[torch.device, HostRing] = {}
@@ -75,6 +75,7 @@ class Arrangement:
         self._measured: list[Any] | None = None
         self.broken_by: BaseException | None = None
         self._has_warned = False
+        self._places: list[list[str | None]] = []  # for each group, the names that the model has for its parameters
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
@@ -425,7 +426,7 @@ class Arrangement:
         Raises:
             PlacementError: a placement makes no sense.
         """
-        return placements_of(self.optimizer.param_groups, self.own_policies, self.settings)
+        return placements_of(self.optimizer.param_groups, self.names(), self.own_policies, self.settings.policy)
 
     def _make_subjects(self) -> Iterable[Subject]:
         for position, (parameter, name, index, placement) in enumerate(self.placements()):
@@ -462,7 +463,18 @@ class Arrangement:
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """A name for each parameter of the groups."""
+        self._note_places()
         return names_of(self.optimizer.param_groups, self.settings.names)
+
+    def _note_places(self) -> None:
+        """A parameter in another's place, such as its shard, takes its name over."""
+        names = self.settings.names
+        parameters: list[list[torch.nn.Parameter]] = [group["params"] for group in self.optimizer.param_groups]
+        for before, now in zip(self._places, parameters, strict=False):
+            if len(before) == len(now):
+                new = {p: name for p, name in zip(now, before, strict=True) if name is not None and p not in names}
+                names.update(new)
+        self._places = [[names.get(parameter) for parameter in now] for now in parameters]
 
     def _check_sparse_gradients(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
@@ -696,21 +708,20 @@ def _ids(values: list[Any]) -> list[int]:
 
 
 def placements_of(
-    groups: Sequence[Group], own_policies: Sequence[Any], settings: Settings
+    groups: Sequence[Group], names: Mapping[torch.nn.Parameter, str], own_policies: Sequence[Any], policy: Policy
 ) -> Iterator[tuple[torch.nn.Parameter, str, int, Placement]]:
     """Each parameter of these groups with its name, its group and its placement.
 
     Raises:
         PlacementError: a placement makes no sense.
     """
-    names = names_of(groups, settings.names)
     for index, group in enumerate(groups):
         for parameter in group["params"]:
             name = names[parameter]
-            yield parameter, name, index, resolve(settings.policy, own_policies[index], name, parameter, group)
+            yield parameter, name, index, resolve(policy, own_policies[index], name, parameter, group)
 
 
-def names_of(groups: Sequence[Group], of_the_model: dict[torch.nn.Parameter, str]) -> dict[torch.nn.Parameter, str]:
+def names_of(groups: Sequence[Group], of_the_model: Mapping[torch.nn.Parameter, str]) -> dict[torch.nn.Parameter, str]:
     """A name for each parameter: the group's own, else the model's, else one like ``group0.3``."""
     names = {}
     for index, group in enumerate(groups):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import sys
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sidestep import dcp, loading
-from sidestep.arrangement import Arrangement, Settings, abandon, placements_of
+from sidestep.arrangement import Arrangement, Settings, abandon, names_of, placements_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
 from sidestep.interrupts import deferred_interrupts
@@ -60,7 +62,8 @@ def offload(
             group's own ``"offload"`` key (``True``, ``False`` or a ``Placement``) wins over it.
         model: gives the parameters names, for error messages and callables.
         pinned_memory: bytes of host memory to page-lock at most, or text such as ``"16GiB"``; default: half of what the
-            process can get. State beyond it rests in pageable memory and passes through a page-locked ring.
+            process can get, shared among the processes that ``torchrun`` has started on this machine. State beyond it
+            rests in pageable memory and passes through a page-locked ring.
         chunk_bytes: bytes of state moved at a time; default: 64 MiB, less for small models.
         slots: chunks that may be on the device at a time, 3 by default; device memory for state is
             ``slots × chunk_bytes``.
@@ -96,7 +99,7 @@ def offload(
         raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
     settings = Settings(
         policy=placement,
-        names={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
+        names=WeakTensorKeyDictionary({} if model is None else {p: name for name, p in model.named_parameters()}),
         pinned_memory_bytes=None if pinned_memory is None else parse_bytes("pinned_memory", pinned_memory),
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
@@ -115,7 +118,7 @@ def _agree(groups: list[Group], own_policies: list[Any], settings: Settings) -> 
     """Raise for a placement that makes no sense, or that other ranks have otherwise. Returns as ``check_agreement``."""
     of_all = [("chunk_bytes", repr(settings.chunk_bytes))]
     try:
-        placements = placements_of(groups, own_policies, settings)
+        placements = placements_of(groups, names_of(groups, settings.names), own_policies, settings.policy)
         told = [Told(parameter, name, repr(placement)) for parameter, name, _, placement in placements]
     except Exception as error:
         with contextlib.suppress(PlacementError):  # or the others would wait for this rank
@@ -507,11 +510,13 @@ class OffloadOptimizer(Optimizer):
         self._forget_made_state()
         self._collect_own_policies()
         self._arrangement.land()
-        return {"original": self._original, "settings": self._settings, "own_policies": self._own_policies}
+        settings = dataclasses.replace(self._settings, names=dict(self._settings.names))  # weak ones cannot be copied
+        return {"original": self._original, "settings": settings, "own_policies": self._own_policies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._original = state["original"]
-        self._settings = state["settings"]
+        settings = state["settings"]
+        self._settings = dataclasses.replace(settings, names=WeakTensorKeyDictionary(settings.names))
         self._own_policies = state["own_policies"]
         self._has_agreed = True  # not every rank may make a copy
         self._set_up()

@@ -160,5 +160,21 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             f"{len(arrangement.gradients.stay)} gradients stay on the device, as others have their memory, too: DDP's"
             " buckets with gradient_as_bucket_view=True, FSDP1's flat gradients, or a hook that keeps them."
         )
+    unseen = _unseen_gradients(arrangement)
+    if unseen:
+        yield (
+            f"{unseen} gradients are on the device although they may leave it: no hook of their parameters has told of"
+            " them. FSDP1 with use_orig_params=True calls none, nor does who sets gradients by hand."
+        )
     if arrangement.at_rest.has_detours:
         yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."
+
+
+def _unseen_gradients(arrangement: Arrangement) -> int:
+    """How many gradients are on a device of which no hook has told."""
+    leaving = [
+        s.parameter for s in arrangement.subjects if s.is_on_device and s.placement.sends_gradient_of(s.parameter)
+    ]
+    near = [parameter for parameter in leaving if parameter not in arrangement.gradients.stay]
+    gradients = [gradient_of(parameter) for parameter in near if parameter.grad is not None]
+    return sum(not isinstance(gradient, OffloadedGradient) for gradient in gradients)

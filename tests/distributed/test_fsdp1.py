@@ -62,6 +62,20 @@ def test_the_bits_of_fsdp1_alone(ranks: dict[int, Ranks], use_orig_params: bool,
     ranks[2].run(same_training, use_orig_params, placed)
 
 
+def told(use_orig_params: bool) -> str:
+    with SimulatedDevice("random", seed=rank()) as device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = wrapped(device, use_orig_params, "gradients")
+        steps(model, optimizer, range(2))
+        return str(optimizer.report())
+
+
+@both_ways
+def test_the_report_tells_of_gradients_that_stay(ranks: dict[int, Ranks], use_orig_params: bool) -> None:
+    for report in ranks[2].run(told, use_orig_params):
+        assert ("gradients are on the device although they may leave it" in report) is use_orig_params
+
+
 def without_sync(use_orig_params: bool, device: SimulatedDevice, wrap: Wrap) -> Any:
     model: Any = sharded(device, use_orig_params)
     optimizer = wrap(loops.adamw(model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -303,6 +304,33 @@ def test_a_callable_gets_name_parameter_and_group(source: str) -> None:
         assert all(seen[name] is parameter for name, parameter in zip(names, named.values(), strict=True))
         assert place_of(optimizer, model.wide.weight) == {HOST}
         assert place_of(optimizer, model.narrow.weight) == {device.address}
+
+
+def test_parameters_that_are_replaced_keep_their_names_and_nothing_keeps_them() -> None:
+    """As Accelerate does it with FSDP2, after the optimizer was wrapped."""
+    with SimulatedDevice("random", seed=1) as device:
+        model = net_on(device)
+        names = [name for name, _ in model.named_parameters()]
+        seen: list[str] = []
+
+        def policy(name: str, parameter: nn.Parameter, group: dict[str, Any]) -> sidestep.Placement:
+            seen.append(name)
+            return PLACEMENT
+
+        optimizer = offloaded(adamw(model), policy, model=model)
+        other = net_on(device)
+        held = [weakref.ref(parameter) for parameter in model.parameters()]
+        optimizer.param_groups[0]["params"] = list(other.parameters())
+        del model
+        gc.collect()
+        assert not any(reference() is not None for reference in held)
+        seen.clear()
+        train(other, optimizer, range(2))
+        assert list(dict.fromkeys(seen)) == names
+        other, again = copy.deepcopy((other, optimizer))
+        seen.clear()
+        train(other, again, range(1))
+        assert list(dict.fromkeys(seen)) == names
 
 
 def test_names_in_the_second_group_and_of_added_groups() -> None:

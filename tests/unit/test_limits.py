@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import sidestep
+from sidestep import arrangement
 from sidestep.engine import limits
+from sidestep.engine.limits import processes_here
 from sidestep.errors import PlacementError
 
 
@@ -26,6 +30,20 @@ def test_refuse(value: object) -> None:
 
 def test_available_memory_is_plausible() -> None:
     assert 2**24 < limits.available_host_bytes() < 2**50
+
+
+@pytest.mark.parametrize(("told", "count"), [("4", 4), ("0", 1), ("", 1), ("some", 1)])
+def test_processes_here(told: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert processes_here() == count
+
+
+def test_the_default_of_pinned_memory_is_shared_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrangement, "available_host_bytes", lambda: 2**30)
+    for count in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+        optimizer = sidestep.offload(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]))
+        assert optimizer._arrangement.store.pinned_limit_bytes == 2**29 // count
 
 
 def test_control_groups_limit_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

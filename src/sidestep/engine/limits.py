@@ -31,6 +31,12 @@ def available_host_bytes() -> int:
     return min(free)
 
 
+def processes_here() -> int:
+    """How many processes a launcher such as ``torchrun`` has started on this machine, as it tells them; else 1."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(count)) if count.isdigit() else 1
+
+
 def _free_of_the_machine() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
