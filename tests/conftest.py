@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Elementwise kernels split their range over threads; where the cuts fall must not decide a bit-for-bit comparison.
     torch.set_num_threads(1)
+    # Accelerate imports DeepSpeed where it is installed, which then looks for a CUDA toolkit beside a GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
