@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import socket
@@ -11,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from examples.model import GPT, batch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ["fsdp2", "fsdp1", "ddp", "accelerate_fsdp2"]
@@ -26,7 +31,7 @@ def begin(launch: list[str], script: str, *arguments: str) -> subprocess.Popen[s
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *launch, str(ROOT / script), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # as the launcher has it for several ranks
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -44,9 +49,9 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, printed
 
 
-def launched(script: str, *arguments: str) -> str:
-    """What two ranks on this machine print; they must end well."""
-    status, printed = end(begin(["--standalone", "--nproc-per-node=2"], script, *arguments))
+def launched(script: str, *arguments: str, ranks: int = 2) -> str:
+    """What the ranks on this machine print; they must end well."""
+    status, printed = end(begin(["--standalone", f"--nproc-per-node={ranks}"], script, *arguments))
     assert status == 0, printed
     return printed
 
@@ -86,7 +91,7 @@ def test_the_loss_falls_and_state_rests_on_the_host(example: str) -> None:
     assert reported(printed, "to host") > reported(printed, "host +pinned")  # in each step anew
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", [*EXAMPLES, "deepspeed_config"])
 def test_a_resumed_run_is_the_unbroken_one(example: str, tmp_path: Path) -> None:
     half, place = STEPS // 2, str(tmp_path / "checkpoint")
     found = losses(run(example, half, "--save", place))
@@ -100,6 +105,35 @@ def test_all_of_them_train_alike() -> None:
     for example in EXAMPLES[1:]:
         for step, loss in losses(unbroken(example)).items():
             assert float(loss) == pytest.approx(float(losses(unbroken("fsdp2"))[step]), abs=1e-4)
+
+
+def trained_by_hand(steps: int, ranks: int) -> list[float]:
+    """The losses that rank 0 sees in what the DeepSpeed example's configuration asks for."""
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0)
+    found = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 5e-5 * min(math.log(max(step, 1)) / math.log(5), 1)
+        for micro in range(2):
+            each = [model(batch(2 * step + micro, rank)) for rank in range(ranks)]
+            (sum(each) / ranks / 2).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(each[0].item())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_deepspeed_configuration_trains_as_if_written_by_hand(ranks: int) -> None:
+    steps = 16
+    printed = launched("examples/deepspeed_config.py", "--simulate", f"--steps={steps}", ranks=ranks)
+    expected = trained_by_hand(steps, ranks)
+    assert [float(loss) for loss in losses(printed).values()] == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0] - 0.1
+    assert reported(printed, "gradients to host") > 0
+    assert reported(printed, "host +pinned") > 8 * reported(printed, "device +state")
 
 
 def test_two_nodes_as_the_documentation_starts_them() -> None:
