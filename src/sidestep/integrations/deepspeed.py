@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import sidestep
+from sidestep.engine.device import device_at
 from sidestep.errors import ConfigurationError, NotYetError, PlacementError, UnsupportedOptimizerError
 from sidestep.integrations.deepspeed_keys import Section, autos, load, unknown
 from sidestep.integrations.deepspeed_schedules import SCHEDULES, ScheduledRates
@@ -483,9 +484,19 @@ def _shard(model: nn.Module, reshards: bool) -> None:
     """Shard each block of a list of blocks, and what is around them."""
     from torch.distributed.fsdp import fully_shard  # not part of every build of torch
 
+    mesh = _mesh_of_a_simulated_device(model)
     for block in dict.fromkeys(_blocks(model)):
-        fully_shard(block, reshard_after_forward=reshards)
-    fully_shard(model, reshard_after_forward=reshards)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+
+
+def _mesh_of_a_simulated_device(model: nn.Module) -> Any:
+    """All ranks, on the host; elsewhere ``None``: FSDP2 takes the accelerator, and brings the model there."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    address = next(model.parameters()).device
+    is_simulated = address.type == "cpu" and device_at(address) is not None
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),)) if is_simulated else None
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
