@@ -133,7 +133,6 @@ def own_garbage() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def sort_of(value: Any) -> str:
