@@ -23,7 +23,6 @@ import pytest
 import torch
 
 import sidestep
-from sidestep import probe
 from sidestep.engine.stores import HostStore
 from sidestep.errors import BrokenStepError, CapacityError
 from sidestep.testing import SimulatedDevice
@@ -65,20 +64,6 @@ CASES = [
     case("lamb", homemade.Lamb, 2),
     case("rebinding", homemade.Rebinding, 2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One probe for the many optimizers of a test, which are all alike."""
-    found: dict[type, list[probe.Cutting]] = {}
-    original = probe.probe
-
-    def remembered(optimizer: torch.optim.Optimizer) -> list[probe.Cutting]:
-        if type(optimizer) not in found:
-            found[type(optimizer)] = original(optimizer)
-        return list(found[type(optimizer)])
-
-    monkeypatch.setattr(probe, "probe", remembered)
 
 
 @pytest.fixture(autouse=True)

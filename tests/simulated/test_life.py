@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from sidestep import probe
 from sidestep.testing import SimulatedDevice
 from tests import life
 from tests.life import FAMILIES, KINDS, Fault, Kind, Life, Offloading, Operation, Record, World, play
@@ -135,41 +133,7 @@ def own_garbage() -> Iterator[None]:
     gc.enable()
 
 
-def sort_of(value: Any) -> str:
-    """Settings that are alike but for how large they are."""
-    if isinstance(value, (float, torch.Tensor)):
-        return f"{type(value).__name__} {bool(value)}"
-    return ", ".join(map(sort_of, value)) if isinstance(value, tuple) else repr(value)
-
-
-def sort_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    """Equal for two optimizers in which a probe finds the same."""
-    state = vars(optimizer)["state"]
-    return type(optimizer), [
-        (
-            [(p.ndim, p.dtype, p.shape.numel() > 1000, sorted(state.get(p, ()))) for p in group["params"]],
-            sorted((key, sort_of(value)) for key, value in group.items() if key != "params"),
-        )
-        for group in optimizer.param_groups
-    ]
-
-
-@pytest.fixture
-def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One probe for all optimizers that are alike, of which a life has several: what probes find has its own tests."""
-    found: dict[str, list[probe.Cutting]] = {}
-    original = probe.probe
-
-    def remembered(optimizer: torch.optim.Optimizer) -> list[probe.Cutting]:
-        sort = repr(sort_of_optimizer(optimizer))
-        if sort not in found:
-            found[sort] = original(optimizer)
-        return list(found[sort])
-
-    monkeypatch.setattr(probe, "probe", remembered)
-
-
-@pytest.mark.usefixtures("own_garbage", "probed_once")
+@pytest.mark.usefixtures("own_garbage")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_life_offloaded_is_the_life_plain(family: str, example_count: int) -> None:
     count = -(-example_count // len(FAMILIES))
