@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+LONGEST = {"distributed": 0, "test_gpu_benchmark": 1, "test_examples": 2, "test_life": 3, "test_mixed_lives": 4}
+"""Folders and files of the tests that take longest, in the order in which they start."""
+
 SIMULATED = Path(__file__).parent / "simulated"
 
 
@@ -34,12 +37,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thin out the simulated tests, for a look at everything in a minute."""
+    """Thin out the simulated tests, for a look at everything in a minute; and put first what takes longest.
+
+    One process of pytest-xdist has all ranks, and the scripts wait for each other: neither may be what is left at last.
+    """
     simulated = [item for item in items if SIMULATED in item.path.parents]
     left_out = set(simulated) - set(simulated[:: config.getoption("--every")])
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: LONGEST.get(item.path.parent.name, LONGEST.get(item.path.stem, len(LONGEST))))
 
 
 def _names(argument: str | list[str] | tuple[str, ...]) -> list[str]:
