@@ -151,7 +151,8 @@ def parity_section(where: Place) -> tuple[str, dict[str, Any]]:
     text = "\n".join(
         [
             "## Parity\n",
-            f"{parity.steps_on(where)} steps; parameters and state by `torch.equal`; all, some and no state page-locked.\n",
+            f"{parity.steps_on(where)} steps; parameters and state by `torch.equal`; all, some and no state"
+            " page-locked.\n",
             "| optimizer | identical to plain |\n|---|---|",
             *rows,
             "\n| wait | identical with the awaited stream late | damage seen with the wait deleted |",

@@ -56,7 +56,7 @@ def _names(argument: str | list[str] | tuple[str, ...]) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def _imports_are_no_garbage() -> None:
     """Collecting garbage, as many tests do, looks only at what is newer than the module's first test."""
-    importlib.import_module("torch._dynamo")  # 300,000 objects, which torch makes with the first step of an optimizer
+    importlib.import_module("torch._dynamo")  # 100,000 objects, which torch makes with the first step of an optimizer
     gc.collect()
     gc.freeze()
 
