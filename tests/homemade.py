@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import random
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -320,6 +323,21 @@ class Noting(Optimizer):
         self.by_call: dict[int, int] = {}
         self.shapes: list[Any] = []
         self.total = torch.zeros(())
+        self.within = {"counts": [0], "sum": torch.zeros(())}
+        self.recent: deque[int] = deque([0], maxlen=2)
+        self.object = SimpleNamespace(count=0)
+        self.generators = (torch.Generator(), random.Random(1), np.random.default_rng(1), np.random.RandomState(1))
+
+    def drawn(self) -> float:
+        """Of everything that is noted within something else, and of each generator."""
+        counts: Any = self.within["counts"]
+        counts[0] += 1
+        self.within["sum"] += 1  # type: ignore[operator]
+        self.recent.append(counts[0])
+        self.object.count += 1
+        own, pythons, numpys, old = self.generators
+        numbers = [float(torch.rand((), generator=own)), pythons.random(), numpys.random(), old.random_sample()]
+        return sum([*numbers, *self.recent, *counts, self.object.count, float(self.within["sum"])])  # type: ignore[arg-type]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -335,7 +353,7 @@ class Noting(Optimizer):
                 self.shapes.append(p.shape)
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.mul_(0.9).add_(p.grad)
-                noise = torch.randn_like(p) * float(self.total + group["made"] + len(self.by_call))
+                noise = torch.randn_like(p) * float(self.total + group["made"] + len(self.by_call) + self.drawn())
                 p.sub_(buffer + noise, alpha=group["lr"] / group["count"])
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Settings:
     """What ``offload`` was asked for."""
 
     policy: Policy
-    names: MutableMapping[torch.nn.Parameter, str]  # weak: a model may be sharded, and its parameters replaced, later
+    model: weakref.ref[torch.nn.Module] | None  # for names; it may be sharded, and its parameters replaced, later
     pinned_memory_bytes: int | None
     chunk_bytes: int | None
     slots: int
@@ -55,8 +56,17 @@ class Settings:
 class Arrangement:
     """The chunks, rings and homes of one wrapped optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, own_policies: list[Any]) -> None:
-        """``own_policies[i]`` is group i's ``"offload"`` value, or ``None``; the caller keeps it true."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        own_policies: list[Any],
+        places: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """``own_policies[i]`` is group i's ``"offload"`` value, or ``None``; the caller keeps it true.
+
+        ``places[i]``: the names that parameters of group i had in the arrangement of which this is to be a copy.
+        """
         self.optimizer = optimizer
         self.settings = settings
         self.own_policies = own_policies
@@ -75,7 +85,7 @@ class Arrangement:
         self._measured: list[Any] | None = None
         self.broken_by: BaseException | None = None
         self._has_warned = False
-        self._places: list[list[str | None]] = []  # for each group, the names that the model has for its parameters
+        self.places = places
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
@@ -463,18 +473,10 @@ class Arrangement:
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """A name for each parameter of the groups."""
-        self._note_places()
-        return names_of(self.optimizer.param_groups, self.settings.names)
-
-    def _note_places(self) -> None:
-        """A parameter in another's place, such as its shard, takes its name over."""
-        names = self.settings.names
-        parameters: list[list[torch.nn.Parameter]] = [group["params"] for group in self.optimizer.param_groups]
-        for before, now in zip(self._places, parameters, strict=False):
-            if len(before) == len(now):
-                new = {p: name for p, name in zip(now, before, strict=True) if name is not None and p not in names}
-                names.update(new)
-        self._places = [[names.get(parameter) for parameter in now] for now in parameters]
+        groups = self.optimizer.param_groups
+        names = names_of(groups, self.settings.model, self.places)
+        self.places = [[names[parameter] for parameter in group["params"]] for group in groups]
+        return names
 
     def _check_sparse_gradients(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
@@ -721,14 +723,24 @@ def placements_of(
             yield parameter, name, index, resolve(policy, own_policies[index], name, parameter, group)
 
 
-def names_of(groups: Sequence[Group], of_the_model: Mapping[torch.nn.Parameter, str]) -> dict[torch.nn.Parameter, str]:
-    """A name for each parameter: the group's own, else the model's, else one like ``group0.3``."""
+def names_of(
+    groups: Sequence[Group], model: weakref.ref[torch.nn.Module] | None, places: Sequence[Sequence[str]] = ()
+) -> dict[torch.nn.Parameter, str]:
+    """A name for each parameter: the group's own, else the model's, else one like ``group0.3``.
+
+    ``places[i]``: the names in group i so far. What is in another's place and has no name of its own takes its name.
+    """
+    found = None if model is None else model()
+    of_the_model = {} if found is None else {parameter: name for name, parameter in found.named_parameters()}
+    taken = {of_the_model[p] for p in parameters_of(groups) if p in of_the_model}
     names = {}
     for index, group in enumerate(groups):
         own = group.get("param_names") or ()
+        before = places[index] if index < len(places) and len(places[index]) == len(group["params"]) else ()
         for position, parameter in enumerate(group["params"]):
-            fallback = of_the_model.get(parameter, f"group{index}.{position}")
-            names[parameter] = own[position] if position < len(own) else fallback
+            is_free = bool(before) and before[position] not in taken
+            fallback = before[position] if is_free else f"group{index}.{position}"
+            names[parameter] = own[position] if position < len(own) else of_the_model.get(parameter, fallback)
     return names
 
 

@@ -9,12 +9,11 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sidestep.chunks import Chunk, Piece
 from sidestep.engine.device import device_at
@@ -81,22 +80,27 @@ class GradientsOnHost:
     def __init__(self, store: HostStore, traffic: Traffic) -> None:
         self._shared = Shared(store, traffic)
         self.leave_late = False  # whether any had to wait for the end of backward
-        self.stay: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # as others have their memory, too
-        self._late: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
+        self.stay: set[int] = set()  # ids of those of which others have the memory, too
+        self._late: dict[torch.Tensor, None] = {}
         self._tasks: set[int] = set()
-        self._hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+        self._hooks: dict[int, Any] = {}  # by the parameter's id: torch swaps none to which there is a weak reference
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """From now on the gradients of these, and of no others, leave their device."""
         wanted = [p for p in parameters if p.requires_grad and p.is_leaf and not _is_fsdps_to_move(p)]
-        kept = set(wanted)
-        for parameter in [parameter for parameter in list(self._hooks) if parameter not in kept]:
-            self._hooks.pop(parameter).remove()
+        for number in self._hooks.keys() - set(map(id, wanted)):
+            self._hooks.pop(number).remove()
+        self.stay &= set(map(id, wanted))
         owner = weakref.ref(self)
         for parameter in wanted:
-            if parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_hook_of(owner))  # type: ignore[no-untyped-call]
+            if not self._is_hooked(parameter):
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(_hook_of(owner))  # type: ignore[no-untyped-call]
+
+    def _is_hooked(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it has a hook of this object, and not only the id of one that is gone."""
+        handle = self._hooks.get(id(parameter))
+        return handle is not None and handle.id in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {})
 
     def note(self, parameter: torch.Tensor) -> None:
         """Backward has accumulated the gradient. It leaves as soon as it is final.
@@ -124,12 +128,12 @@ class GradientsOnHost:
     def depart(self, parameter: torch.Tensor) -> None:
         """Send a gradient that is final out, and let another tensor stand for it."""
         device = device_at(parameter.device)
-        if device is None or device.is_capturing() or not _may_leave(parameter):
+        if device is None or device.is_capturing() or not may_leave(parameter):
             return
         if not _is_nobodys(parameter):
-            self.stay[parameter] = None
+            self.stay.add(id(parameter))
             return
-        self.stay.pop(parameter, None)
+        self.stay.discard(id(parameter))
         gradient: Any = gradient_of(parameter)
         with torch.no_grad():
             content = Content(self._shared, gradient.detach().resolve_conj().resolve_neg())
@@ -178,7 +182,7 @@ def _at_the_end(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def _may_leave(parameter: torch.Tensor) -> bool:
+def may_leave(parameter: torch.Tensor) -> bool:
     """Whether the gradient is one that can be copied as it lies, and has no graph."""
     gradient = gradient_of(parameter)
     if not is_strided(gradient) or not is_dense(gradient) or gradient.requires_grad:
@@ -252,6 +256,6 @@ def _hook_of(owner: weakref.ref[GradientsOnHost]) -> Callable[[torch.Tensor], No
     return leave
 
 
-def _remove(hooks: MutableMapping[torch.Tensor, Any]) -> None:
+def _remove(hooks: dict[int, Any]) -> None:
     for handle in list(hooks.values()):
         handle.remove()

@@ -190,10 +190,10 @@ class Lender:
         """``is_due``: whether the update may change it; the optimizer passes by what has no gradient."""
         parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
-        is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
         is_away = isinstance(gradient_of(parameter), OffloadedGradient)
-        is_changed = is_changed or is_away or subject.is_shard or self._is_trial
-        if not (piece.is_slice or (is_due and is_changed)):
+        is_changed = subject.has_master or subject.is_host_stepped or self._scaling is not None
+        is_apart = is_changed or is_away or subject.is_shard or self._is_trial
+        if not (piece.is_slice or (is_due and is_apart)):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece).clone() if self._is_trial else slot.values_of(piece)
         if subject.has_master and is_due:

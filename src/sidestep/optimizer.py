@@ -10,12 +10,11 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sidestep import dcp, loading
 from sidestep.arrangement import Arrangement, Settings, abandon, names_of, placements_of
@@ -99,7 +98,7 @@ def offload(
         raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
     settings = Settings(
         policy=placement,
-        names=WeakTensorKeyDictionary({} if model is None else {p: name for name, p in model.named_parameters()}),
+        model=None if model is None else weakref.ref(model),
         pinned_memory_bytes=None if pinned_memory is None else parse_bytes("pinned_memory", pinned_memory),
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
@@ -111,6 +110,7 @@ def offload(
     except Warning:  # they are errors here: leave the optimizer as it was
         offloaded.restore()
         raise
+    offloaded._neighbours = Neighbours(parameters_of(optimizer.param_groups))
     return offloaded
 
 
@@ -118,7 +118,7 @@ def _agree(groups: list[Group], own_policies: list[Any], settings: Settings) -> 
     """Raise for a placement that makes no sense, or that other ranks have otherwise. Returns as ``check_agreement``."""
     of_all = [("chunk_bytes", repr(settings.chunk_bytes))]
     try:
-        placements = placements_of(groups, names_of(groups, settings.names), own_policies, settings.policy)
+        placements = placements_of(groups, names_of(groups, settings.model), own_policies, settings.policy)
         told = [Told(parameter, name, repr(placement)) for parameter, name, _, placement in placements]
     except Exception as error:
         with contextlib.suppress(PlacementError):  # or the others would wait for this rank
@@ -186,12 +186,12 @@ class OffloadOptimizer(Optimizer):
         self._has_agreed = has_agreed
         self._set_up()
 
-    def _set_up(self) -> None:
+    def _set_up(self, places: Sequence[Sequence[str]] = ()) -> None:
         self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
         self._patch_step_function()
-        self._arrangement = Arrangement(self._original, self._settings, self._own_policies)
+        self._arrangement = Arrangement(self._original, self._settings, self._own_policies, places)
         self._skips = Skips()
-        self._neighbours = Neighbours()
+        self._neighbours = Neighbours()  # none, until all is well
         self._known_groups = list(self.param_groups)
         self._own_methods = {name: vars(self._original)[name] for name in _REFUSED if name in vars(self._original)}
         vars(self._original).update({name: _refusal(self._original, name) for name in _REFUSED})
@@ -310,6 +310,18 @@ class OffloadOptimizer(Optimizer):
         self._require_live()
         self._arrangement.check_usable()
         self._neighbours.check(self._arrangement.steps)
+        self._neighbours.take_back()
+        try:
+            return self._step(closure)
+        except torch.OutOfMemoryError as error:
+            told = torch.OutOfMemoryError(self._out_of_memory(error))
+            self._neighbours.tell(told, self._arrangement.steps)
+            raise told from error
+        except Exception as error:
+            self._neighbours.tell(error, self._arrangement.steps)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._arrangement.refuse_capture()
         loss = None
         if closure is not None:
@@ -331,16 +343,8 @@ class OffloadOptimizer(Optimizer):
         try:
             with _outside_inference_mode(), deferred_interrupts():
                 result = self._arrangement.step(None if closure is None else lambda: loss, scaling)
-        except torch.OutOfMemoryError as error:
-            told = torch.OutOfMemoryError(self._out_of_memory(error))
-            self._neighbours.tell(told, self._arrangement.steps)
-            raise told from error
-        except Exception as error:
-            self._neighbours.tell(error, self._arrangement.steps)
-            raise
         finally:
             self._take_scale_back()
-        self._neighbours.take_back()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before offload
         return result if closure is None else loss
 
@@ -358,9 +362,15 @@ class OffloadOptimizer(Optimizer):
         """
         self._require_live()
         self._collect_own_policies()
-        with _outside_inference_mode(), deferred_interrupts(), unnoticed(self._original):
-            self._arrangement.step(is_trial=True)
-        self._arrangement.expect_edits()
+        try:
+            with _outside_inference_mode(), deferred_interrupts(), unnoticed(self._original):
+                self._arrangement.step(is_trial=True)
+        except BaseException:
+            self._original.state.clear()
+            self._arrangement.broken_by = None  # only state was made
+            raise
+        finally:
+            self._arrangement.expect_edits()
         self._made_state = _marks(self._original.state)
 
     def _forget_made_state(self) -> None:
@@ -510,16 +520,20 @@ class OffloadOptimizer(Optimizer):
         self._forget_made_state()
         self._collect_own_policies()
         self._arrangement.land()
-        settings = dataclasses.replace(self._settings, names=dict(self._settings.names))  # weak ones cannot be copied
-        return {"original": self._original, "settings": settings, "own_policies": self._own_policies}
+        self._arrangement.names()
+        return {
+            "original": self._original,
+            "settings": dataclasses.replace(self._settings, model=None),  # which the copy does not belong to
+            "own_policies": self._own_policies,
+            "places": self._arrangement.places,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._original = state["original"]
-        settings = state["settings"]
-        self._settings = dataclasses.replace(settings, names=WeakTensorKeyDictionary(settings.names))
+        self._settings = state["settings"]
         self._own_policies = state["own_policies"]
         self._has_agreed = True  # not every rank may make a copy
-        self._set_up()
+        self._set_up(state["places"])
 
 
 def _marks(state: State) -> list[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import time
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
@@ -15,6 +16,9 @@ from sidestep.shards import is_sharded
 
 Said = list[tuple[str, str]]
 """What one rank has: names of parameters or arguments, each with what was said of it."""
+
+PATIENCE_SECONDS = 5.0
+"""How long a rank that is ahead waits for one that has failed to make its step again."""
 
 
 class Told(NamedTuple):
@@ -43,9 +47,15 @@ def check_agreement(told: Iterable[Told], of_all: Said) -> bool:
     for one in told:
         if is_sharded(one.parameter):
             by_mesh.setdefault(one.parameter.device_mesh, []).append((one.name, one.what))
+    refusals = []
     for mesh, said in by_mesh.items():
         if mesh.get_coordinate() is not None:
-            _compare(mesh, [*said, *of_all])
+            try:
+                _compare(mesh, [*said, *of_all])
+            except PlacementError as error:  # the ranks of the other meshes wait for this one
+                refusals.append(error)
+    if refusals:
+        raise refusals[0]
     return bool(by_mesh)
 
 
@@ -88,19 +98,25 @@ class Neighbours:
     """Tells the other ranks of a step that has failed here, so that none goes on without this one.
 
     It does so by the store through which the ranks have met: a count of failed ranks, which is all that is read as long
-    as it is zero, and what each of them has to say. An optimizer's ranks find each other by the order in which each
-    process has wrapped its optimizers; what was said of one that is gone concerns no other.
+    as it is zero, and what each of them has to say. An optimizer's ranks find each other by the meshes of its
+    parameters, and by the order in which each process has wrapped its optimizers of these meshes.
     """
 
-    _ordinals = itertools.count()
+    _known: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self) -> None:
-        self._failed = f"sidestep/{next(self._ordinals)}/failed"
+    def __init__(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """``parameters``: the optimizer's; ``None`` for a copy, which not every rank may have: it says nothing."""
+        self._failed = ""
         self._told_in: Any = None  # the store
+        if parameters is not None:
+            meshes = sorted({repr(p.device_mesh.mesh.tolist()) for p in parameters if is_sharded(p)})  # type: ignore[attr-defined]
+            shared = hashlib.sha256(repr(meshes).encode()).hexdigest()[:16]
+            self._failed = f"sidestep/{shared}/{self._known[shared]}/failed"
+            self._known[shared] += 1
 
     def tell(self, error: BaseException, step: int) -> None:
         """Step number ``step`` has failed on this rank; the error gets the rank's number."""
-        if not has_ranks():
+        if not (self._failed and has_ranks()):
             return
         rank = torch.distributed.get_rank()
         if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("rank "):
@@ -113,7 +129,7 @@ class Neighbours:
             self._told_in = store
 
     def take_back(self) -> None:
-        """All is well again here: the step was made after all, a checkpoint was loaded, or this is not used again."""
+        """All may be well again here: the step is made again, a checkpoint was loaded, or this is not used again."""
         store, self._told_in = self._told_in, None
         if store is not None and has_ranks():
             with contextlib.suppress(Exception):
@@ -123,19 +139,25 @@ class Neighbours:
     def check(self, step: int) -> None:
         """Raise ``BrokenStepError`` if a step before ``step`` has failed on another rank, and was not made since.
 
-        The same step may just be made again there.
+        It may just be about to be made again there, so that this waits for some seconds first.
         """
-        if not has_ranks() or self._told_in is not None:
+        if not (self._failed and has_ranks()) or self._told_in is not None:
             return
-        failed: dict[int, str] = {}
-        with contextlib.suppress(Exception):  # a store that is gone, or that cannot count, has nothing to say
-            failed = self._of_others()
-        for rank, text in failed.items():
-            number, error = text.split(" ", 1)
-            if int(number) < step:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while failed := self._of_others_before(step):
+            if time.monotonic() >= deadline:
+                rank, error = next(iter(failed.items()))
                 raise BrokenStepError(
                     f"rank {rank} has failed in its step, so its parameters are not those of this rank's step: {error}"
                 )
+            time.sleep(0.05)
+
+    def _of_others_before(self, step: int) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # a store that is gone, or that cannot count, has nothing to say
+            texts = self._of_others()
+        told = {rank: text.split(" ", 1) for rank, text in texts.items()}
+        return {rank: error for rank, (number, error) in told.items() if int(number) < step}
 
     def _of_others(self) -> dict[int, str]:
         store = _store()

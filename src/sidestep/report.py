@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
+from sidestep.gradients import may_leave
 from sidestep.offloaded import OffloadedGradient
 from sidestep.shards import gradient_of
 from sidestep.skips import Skips
@@ -175,6 +176,6 @@ def _unseen_gradients(arrangement: Arrangement) -> int:
     leaving = [
         s.parameter for s in arrangement.subjects if s.is_on_device and s.placement.sends_gradient_of(s.parameter)
     ]
-    near = [parameter for parameter in leaving if parameter not in arrangement.gradients.stay]
-    gradients = [gradient_of(parameter) for parameter in near if parameter.grad is not None]
-    return sum(not isinstance(gradient, OffloadedGradient) for gradient in gradients)
+    near = [parameter for parameter in leaving if id(parameter) not in arrangement.gradients.stay]
+    plain = [p for p in near if p.grad is not None and not isinstance(gradient_of(p), OffloadedGradient)]
+    return sum(map(may_leave, plain))

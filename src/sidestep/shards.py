@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sidestep.errors import UnsupportedOptimizerError
+
 
 def is_sharded(value: Any) -> bool:
     """Whether ``value`` is a ``DTensor``. Asked of many values, and without importing what is slow to import."""
@@ -49,8 +51,19 @@ def is_unlike(parameter: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def alike(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """A context in which the gradients of these are sharded as they are, as torch does it in each operation on both."""
+    """A context in which the gradients of these are sharded as they are, as torch does it in each operation on both.
+
+    Raises:
+        UnsupportedOptimizerError: a gradient is on another mesh, or on none.
+    """
     own: dict[Any, Any] = {parameter: parameter.grad for parameter in parameters if is_unlike(parameter)}
+    for parameter, gradient in own.items():
+        if not is_sharded(gradient) or gradient.device_mesh != parameter.device_mesh:
+            where = f"over {gradient.device_mesh}" if is_sharded(gradient) else "not at all"
+            raise UnsupportedOptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over {parameter.device_mesh}, its gradient"
+                f" {where}. Nothing was changed"
+            )
     lent = {parameter: gradient.redistribute(placements=parameter.placements) for parameter, gradient in own.items()}
     for parameter, gradient in lent.items():
         parameter.grad = gradient

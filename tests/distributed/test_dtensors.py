@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+import sidestep
+from sidestep.errors import UnsupportedOptimizerError
 from sidestep.offloaded import OffloadedGradient
 from sidestep.shards import gradient_of
 from sidestep.testing import SimulatedDevice
@@ -40,6 +42,8 @@ def tensor_parallel(device: SimulatedDevice, wrap: Wrap) -> Any:
         norm: Any = model[0].weight
         assert norm.grad.placements == (Partial(),)
         optimizer.step()
+        if isinstance(optimizer, sidestep.OffloadOptimizer):
+            assert "may leave" not in str(optimizer.report())
         assert norm.grad.placements == (Partial(),)
     return outcome(model, optimizer)
 
@@ -84,6 +88,25 @@ def test_gradients_that_are_sharded_otherwise(
     ranks: dict[int, Ranks], placed: str, placements: tuple[Placement, Placement]
 ) -> None:
     ranks[2].run(same_by_hand, placed, placements)
+
+
+def on_another_mesh() -> None:
+    both = mesh_of(2, 2)
+    with SimulatedDevice("random", seed=rank()) as device:
+        weights = numbers(0, 24, 16).to(device.address)
+        own, other = (distribute_tensor(weights, both[name], [Shard(0)]) for name in ("replicate", "shard"))
+        parameter = nn.Parameter(own)
+        optimizer = loops.offloaded(torch.optim.AdamW([parameter], lr=1e-2))
+        parameter.grad = other
+        with pytest.raises(UnsupportedOptimizerError, match="is sharded over"):
+            optimizer.step()
+        torch.distributed.barrier()
+        parameter.grad = own.detach().clone()
+        optimizer.step()
+
+
+def test_a_gradient_on_another_mesh_is_refused(ranks: dict[int, Ranks]) -> None:
+    ranks[4].run(on_another_mesh)
 
 
 def some_without(device: SimulatedDevice, wrap: Wrap) -> Any:

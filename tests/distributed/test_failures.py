@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -11,16 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import sidestep
+from sidestep import ranks as ranks_of
 from sidestep.errors import BrokenStepError, PlacementError
 from sidestep.testing import SimulatedDevice
 from tests import loops
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, mesh_of
 from tests.distributed.training import backward, rank, sharded_net
 
 
 def message(action: Any, kind: type[Exception]) -> str:
-    with pytest.raises(kind) as caught:
-        action()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks_of, "PATIENCE_SECONDS", 0.1)
+        with pytest.raises(kind) as caught:
+            action()
     return str(caught.value)
 
 
@@ -114,6 +119,37 @@ def test_ranks_that_share_nothing_may_be_told_different_things(ranks: dict[int, 
     ranks[2].run(on_meshes_of_their_own)
 
 
+def on_meshes_that_overlap(wrong: str) -> str:
+    """As with experts: rank 0 has something else to say of a parameter, and two meshes in common with others."""
+    both = mesh_of(2, 2)
+    with SimulatedDevice("random", seed=rank()) as device:
+        made = [
+            distribute_tensor(torch.zeros(8, 64).to(device.address), both[n], [Shard(0)])
+            for n in ("replicate", "shard")
+        ]
+        parameters = [torch.nn.Parameter(value) for value in made]
+
+        def policy(name: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> Any:
+            if rank() == 0 and name == "group0.0":
+                return "nonsense" if wrong == "nonsense" else sidestep.Placement(step="host")
+            return loops.PLACEMENT
+
+        try:
+            loops.offloaded(torch.optim.AdamW(parameters, lr=1e-2), policy)
+        except PlacementError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("wrong", ["another", "nonsense"])
+def test_meshes_that_overlap_keep_nobody_waiting(ranks: dict[int, Ranks], wrong: str) -> None:
+    found = ranks[4].run(on_meshes_that_overlap, wrong)
+    assert found[0]
+    assert found[2]  # of rank 0's first mesh
+    assert bool(found[1]) is (wrong == "nonsense")  # of its second
+    assert not found[3]
+
+
 def failing(recovers: bool) -> str | None:
     with SimulatedDevice("random", seed=rank()) as device:
         model = sharded_net(device)
@@ -142,6 +178,78 @@ def test_a_new_optimizer_is_a_new_start(ranks: dict[int, Ranks]) -> None:
     ranks[2].run(failing, False)
     ranks[2].run(gc.collect)
     ranks[2].run(failing, True)
+
+
+def retried(seconds: float) -> None:
+    """All fail, as when memory is short everywhere, and make the step again, some later than others."""
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = torch.nn.parallel.DistributedDataParallel(loops.net_on(device))
+        optimizer: Any = loops.offloaded(loops.adamw(model))
+        loops.set_gradients(model.parameters(), 0)
+        optimizer.param_groups[0]["betas"] = None
+        message(optimizer.step, TypeError)
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        torch.distributed.barrier()
+        time.sleep(seconds * rank())
+        optimizer.step()
+        optimizer.step()
+        torch.distributed.barrier()
+
+
+def test_a_rank_that_is_ahead_waits_for_one_that_makes_its_step_again(ranks: dict[int, Ranks]) -> None:
+    ranks[2].run(retried, 1.0)
+
+
+def closure_fails() -> str | None:
+    with SimulatedDevice("random", seed=rank()) as device:
+        model = torch.nn.parallel.DistributedDataParallel(loops.net_on(device))
+        optimizer: Any = loops.offloaded(loops.adamw(model))
+        loops.set_gradients(model.parameters(), 0)
+
+        def closure() -> torch.Tensor:
+            return torch.zeros(()) if rank() == 0 else torch.zeros(2) @ torch.zeros(3)
+
+        if rank():
+            assert "rank 1: " in message(lambda: optimizer.step(closure), RuntimeError)
+        else:
+            optimizer.step(closure)
+        torch.distributed.barrier()
+        found = message(optimizer.step, BrokenStepError) if rank() == 0 else None
+        torch.distributed.barrier()
+        return found
+
+
+def test_a_closure_that_fails_is_heard_of(ranks: dict[int, Ranks]) -> None:
+    first, _ = ranks[2].run(closure_fails)
+    assert "rank 1 has failed in its step" in first
+
+
+def copied_on_one_rank() -> None:
+    """Who has copied an optimizer still hears of the right ones."""
+    with SimulatedDevice("random", seed=rank()) as device:
+        models = [sharded_net(device) for _ in range(3)]
+        optimizers: list[Any] = [loops.offloaded(loops.adamw(models[0]))]
+        if rank() == 0:
+            copy.deepcopy(optimizers[0])
+        optimizers += [loops.offloaded(loops.adamw(model)) for model in models[1:]]
+        for model in models:
+            backward(model, 0)
+        if rank() == 1:
+            optimizers[2].param_groups[0]["betas"] = None
+            message(optimizers[2].step, TypeError)
+        else:
+            optimizers[2].step()
+        optimizers[1].step()
+        for model in models:
+            backward(model, 1)
+        optimizers[1].step()
+        if rank() == 0:
+            assert "rank 1 has failed" in message(optimizers[2].step, BrokenStepError)
+        torch.distributed.barrier()
+
+
+def test_copies_do_not_change_who_hears_of_whom(ranks: dict[int, Ranks]) -> None:
+    ranks[2].run(copied_on_one_rank)
 
 
 def failing_alone(what: str) -> None:

@@ -750,6 +750,35 @@ def test_dcp_making_state_leaves_no_trace(kind: Any) -> None:
         assert_equal(run(device, True), expected)
 
 
+def test_dcp_making_state_may_fail() -> None:
+    class Failing(torch.optim.AdamW):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            if self.fails and len(self.state) > 1:
+                raise ValueError("for some reason")
+            return result
+
+    def run(device: SimulatedDevice, looks: bool) -> Any:
+        model = net_on(device)
+        optimizer: Any = offloaded(Failing(model.parameters(), lr=1e-2))
+        if looks:
+            with pytest.raises(ValueError, match="for some reason"):
+                dcp.get_optimizer_state_dict(model, optimizer)
+            optimizer.param_groups[0]["lr"] = 1e-2
+            model.zero_grad()
+        Failing.fails = False
+        train(model, optimizer, range(3))
+        Failing.fails = True
+        return outcome(model, optimizer)
+
+    with SimulatedDevice("random", seed=1) as device:
+        expected = run(device, False)
+    with SimulatedDevice("random", seed=1) as device:
+        assert_equal(run(device, True), expected)
+
+
 @pytest.mark.parametrize("way", ["copy", "pickle", "restore"])
 def test_state_that_dcp_has_made_is_forgotten_by_copies_too(way: str) -> None:
     def run(device: SimulatedDevice, looks: bool) -> Any:

@@ -333,6 +333,21 @@ def test_parameters_that_are_replaced_keep_their_names_and_nothing_keeps_them() 
         assert list(dict.fromkeys(seen)) == names
 
 
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_parameters_may_be_swapped_after_all(gradients: Any) -> None:
+    """Torch does so when a model of ``DTensor``s is converted, and not where there are weak references to them."""
+    model = Net()
+    place = sidestep.Placement(min_elements=64, gradients=gradients)
+    optimizer = offloaded(adamw(model), place, model=model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    train(model, optimizer, range(2))
+    assert optimizer.state[model.wide.weight]["exp_avg"].dtype is torch.float64
+
+
 def test_names_in_the_second_group_and_of_added_groups() -> None:
     with SimulatedDevice() as device:
         model = net_on(device)

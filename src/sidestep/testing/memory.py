@@ -144,7 +144,8 @@ class Residences:
     def forget(self, device: SimulatedDevice) -> None:
         """Let the blocks of ``device`` be ordinary host memory from now on."""
         for key, block in self.blocks.copy().items():  # any of which may die meanwhile
-            if block.device is device and self.blocks.pop(key, None) is not None:
+            if block.device is device and self.blocks.get(key) is block:
+                self.blocks.pop(key, None)
                 block.reference = None
 
     def pin(self, memory: np.ndarray[Any, np.dtype[np.uint8]], ledger: Ledger) -> None:
