@@ -1,0 +1,3 @@
+// The kernels for machines with AVX2 and FMA.
+
+#include "kernels.h"

@@ -1,0 +1,3 @@
+// The kernels for machines with AVX-512.
+
+#include "kernels.h"

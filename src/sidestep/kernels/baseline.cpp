@@ -1,0 +1,3 @@
+// The kernels for any machine.
+
+#include "kernels.h"
