@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sidestep.kernels import native
+
 LONGEST = {"distributed": 0, "test_gpu_benchmark": 1, "test_examples": 2, "test_life": 3, "test_mixed_lives": 4}
 """Folders and files of the tests that take longest, in the order in which they start."""
 
@@ -27,6 +29,21 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # A library whose loops are tested may import DeepSpeed where it is installed: here on the CPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests compare bits with some step of torch's; kernels, which have those of one, have their own tests."""
+    if "with_kernels" not in request.fixturenames:
+        monkeypatch.setenv("SIDESTEP_KERNELS", "off")
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's best, as users have them."""
+    monkeypatch.delenv("SIDESTEP_KERNELS", raising=False)
+    if native.best() is None:
+        pytest.skip("no kernels were built: there was no C++ compiler")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
 from sidestep.gradients import GradientsOnHost
+from sidestep.kernels import native
+from sidestep.kernels.rules import recipe_of
 from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
@@ -86,6 +89,7 @@ class Arrangement:
         self.broken_by: BaseException | None = None
         self._has_warned = False
         self.places = places
+        self.host_updates: Counter[str] = Counter()  # chunks by what has updated them on the host
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
@@ -220,6 +224,7 @@ class Arrangement:
 
     def _finish(self, step: Step) -> None:
         self._steps, self._unfinished = self._steps + step.counts, None  # in one line, for the sake of interruptions
+        self.host_updates.update(step.host_updates)
 
     @property
     def steps(self) -> int:
@@ -323,6 +328,9 @@ class Arrangement:
     @property
     def handles_scale(self) -> bool:
         """Whether the step must know of a scale: it unscales gradients for masters, and skips what must not round."""
+        by_kernels = any(chunk.runs_on_host for chunk in self.chunks) and not native.is_off()
+        if by_kernels and recipe_of(self.optimizer) is not None:
+            return True
         return any(s.has_master or s.is_host_stepped or s.encoded for s in self.subjects)
 
     def has_fp16_masters(self) -> bool:
@@ -411,6 +419,7 @@ class Arrangement:
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
         self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
         self.warn_of_rounding()
+        self._warn_of_missing_kernels()
         self._is_housed.clear()
         self._make_rings()
         self._rounded_groups = {subject.group for subject in self.subjects if subject.encoded}
@@ -459,6 +468,18 @@ class Arrangement:
         if short:
             self._has_warned = True
             masters.warn_of_rounding(short)
+
+    def _warn_of_missing_kernels(self) -> None:
+        """Once: the step on the host is slower than it could be."""
+        runs = any(chunk.runs_on_host for chunk in self.chunks) and recipe_of(self.optimizer) is not None
+        if runs and native.best() is None and not native.is_forced() and not Arrangement._has_warned_of_kernels:
+            Arrangement._has_warned_of_kernels = True
+            warnings.warn(
+                f"the step on the host passes over memory several times, without native kernels: {native.why_none()}",
+                stacklevel=2,
+            )
+
+    _has_warned_of_kernels = False
 
     def _seed_rounding(self) -> None:
         for index in self._rounded_groups:

@@ -235,6 +235,12 @@ class Chunk:
         """Whether its update runs on the host. A chunk's pieces are alike in that."""
         return bool(self.pieces) and self.pieces[0].subject.is_host_stepped
 
+    @functools.cached_property
+    def runs_on_host(self) -> bool:
+        """Whether its update runs on the host because that was asked for; also where the parameters are there."""
+        subjects = [piece.subject for piece in self.pieces]
+        return all(s.is_host_stepped or (s.placement.step == "host" and not s.is_on_device) for s in subjects)
+
     def is_due(self, piece: Piece, *, all_due: bool = False) -> bool:
         """Whether the update may change the piece: it has a gradient, or needs none; ``all_due``: no step is made."""
         return all_due or self.is_always_due or piece.parameter.grad is not None

@@ -81,8 +81,10 @@ class Moved(NamedTuple):
 class Loan:
     """What the wrapped optimizer sees of one chunk."""
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: Chunk, *, is_raw: bool = False) -> None:
         self.chunk = chunk
+        self.is_raw = is_raw  # for kernels
+        self.in_place: set[Piece] = set()  # pieces that kernels have updated where they are, and all their state
         self.state: State = defaultdict(dict)
         self.pieces: list[Lent] = []
         self.compound: list[tuple[Lent, str]] = []  # entries that the step left, of which the tensors inside move
@@ -132,6 +134,10 @@ class Scaling:
             return (gradient.to(wide) / scale.to(wide)).to(gradient.dtype)
         return (gradient.to(wide) * inverse.to(wide)).to(gradient.dtype)
 
+    def inverse(self) -> float:
+        """What gradients are multiplied with."""
+        return float(self._scale_at(torch.device("cpu"))[1])
+
     def _scale_at(self, address: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale and its inverse, which is that of ``GradScaler``, where the gradients are: found once in a step."""
         if address not in self._at:
@@ -170,23 +176,28 @@ class Lender:
         self._all_due = all_due
         self._before: dict[torch.nn.Parameter, Entries] = {}
 
-    def lend(self, chunk: Chunk, slot: AnySlot) -> Loan:
-        """The chunk as the optimizer's only parameters. State tensors are those of the slot."""
-        loan = Loan(chunk)
+    def lend(self, chunk: Chunk, slot: AnySlot, *, is_raw: bool = False) -> Loan:
+        """The chunk as the optimizer's only parameters. State tensors are those of the slot.
+
+        ``is_raw``: for kernels that unscale gradients, decode and encode state, and let masters follow, themselves.
+        """
+        loan = Loan(chunk, is_raw=is_raw)
         views = slot.views()
         is_simple = slot.layout is None or not slot.layout.has_compound
         for piece in chunk.pieces:
             is_due = chunk.is_due(piece, all_due=self._all_due)
-            lent = self._lend_piece(piece, slot, views.get(piece, _NOTHING), is_due=is_due)
+            lent = self._lend_piece(piece, slot, views.get(piece, _NOTHING), is_due=is_due, is_raw=is_raw)
             loan.pieces.append(lent)
-            entries = self._entries_of(lent, is_simple=is_simple)
+            entries = self._entries_of(lent, is_simple=is_simple, is_raw=is_raw)
             if entries is not None:
                 loan.state[lent.stand_in] = entries
         if chunk.is_coupled:
             loan.state.update({key: value for key, value in self._state.items() if not _is_parameter(key)})
         return loan
 
-    def _lend_piece(self, piece: Piece, slot: AnySlot, in_slot: dict[Key, torch.Tensor], *, is_due: bool) -> Lent:
+    def _lend_piece(
+        self, piece: Piece, slot: AnySlot, in_slot: dict[Key, torch.Tensor], *, is_due: bool, is_raw: bool
+    ) -> Lent:
         """``is_due``: whether the update may change it; the optimizer passes by what has no gradient."""
         parameter, subject = piece.parameter, piece.subject
         own = self._state.get(parameter)
@@ -197,41 +208,45 @@ class Lender:
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece).clone() if self._is_trial else slot.values_of(piece)
         if subject.has_master and is_due:
-            values = self._master_of(piece, near, in_slot)
+            values = self._master_of(piece, near, in_slot, is_raw=is_raw)
         stand_in = torch.nn.Parameter(values, parameter.requires_grad)
         vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
-        given = self._gradient_of(piece, slot)
+        given = self.gradient_of(piece, slot, is_raw=is_raw)
         if given is None:
             return Lent(piece, stand_in, near, values, own, in_slot)
-        gradient = self._lend_gradient(given, stand_in, is_of_master=values is not near)
+        gradient = self._lend_gradient(given, stand_in, is_of_master=values is not near, is_raw=is_raw)
         version = gradient._version if gradient is given else None
         return Lent(piece, stand_in, near, values, own, in_slot, version, gradient)
 
     def _lend_gradient(
-        self, gradient: torch.Tensor, stand_in: torch.nn.Parameter, *, is_of_master: bool
+        self, gradient: torch.Tensor, stand_in: torch.nn.Parameter, *, is_of_master: bool, is_raw: bool
     ) -> torch.Tensor:
-        """The gradient as the optimizer sees it: unscaled, in fp32 for a master."""
-        if is_of_master:
+        """The gradient as the optimizer sees it: unscaled, in fp32 for a master; or raw."""
+        if is_of_master and not is_raw:
             gradient = gradient.to(stand_in.dtype)
-        if self._scaling is not None:
+        if self._scaling is not None and not is_raw:
             gradient = self._scaling.unscaled(gradient, is_of_master=is_of_master)
         if gradient.dtype != stand_in.dtype:
             stand_in.grad_dtype = gradient.dtype
         stand_in.grad = gradient
         return gradient
 
-    def _gradient_of(self, piece: Piece, slot: AnySlot) -> torch.Tensor | None:
+    def gradient_of(self, piece: Piece, slot: AnySlot, *, is_raw: bool = False) -> torch.Tensor | None:
+        """The piece's part of the gradient, where its update runs; ``is_raw``: still to be multiplied by a factor."""
         gradient = gradient_of(piece.parameter)
         if not isinstance(gradient, OffloadedGradient):
             return slot.gradient_of(piece)
         if isinstance(slot, HostSlot):
-            on_host = gradient.content.on_host()
+            content = gradient.content
+            on_host = content.at_rest() if is_raw and content.factor() is not None else content.on_host()
             slot.borrowed.add(storage_of(on_host))
             return piece.part_of(on_host)
         near = self._inbound.of(piece)
         return as_shard_of(piece.parameter.grad, near) if piece.subject.is_spread else near
 
-    def _master_of(self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+    def _master_of(
+        self, piece: Piece, values: torch.Tensor, in_slot: Mapping[Key, torch.Tensor], *, is_raw: bool
+    ) -> torch.Tensor:
         """The master of a parameter with these values: the one it has, with what was written to it since; or a new one.
 
         A home that is not in the slot is one that this step fills.
@@ -241,17 +256,18 @@ class Lender:
         master: torch.Tensor | None = local_of(entries.get(MASTER))
         if master is None:
             return values.to(torch.float32)
-        follow(master, values)
+        if not is_raw:
+            follow(master, values)
         return master
 
-    def _entries_of(self, lent: Lent, *, is_simple: bool) -> Entries | None:
+    def _entries_of(self, lent: Lent, *, is_simple: bool, is_raw: bool) -> Entries | None:
         """The piece's state as the optimizer sees it; ``None`` where it has none."""
         piece, in_slot = lent.piece, without_master(lent.in_slot, lent.piece.subject)
         for name, dtype in piece.subject.encoded.items():
-            if name in in_slot:
+            if name in in_slot and not is_raw:
                 in_slot = {**in_slot, name: decode(in_slot[name], dtype)}
         if piece.is_slice:
-            before = self._own_before(piece)
+            before = self.own_before(piece)
             return {n: in_slot[n] if n in in_slot else _slice_value(value, piece) for n, value in before.items()}
         own = lent.own if lent.own is None else without_master(lent.own, piece.subject)
         if own is None or (not own and lent.own):
@@ -261,7 +277,8 @@ class Lender:
         is_all_there = is_simple and not piece.subject.is_spread and in_slot.keys() <= own.keys()
         return {**own, **in_slot} if is_all_there else _entries_with(own, in_slot)
 
-    def _own_before(self, piece: Piece) -> Entries:
+    def own_before(self, piece: Piece) -> Entries:
+        """The parameter's state, without a master, as it was before the step's first slice of it."""
         if piece.parameter not in self._before:
             own = without_master(self._state.get(piece.parameter, _NOTHING), piece.subject)
             self._before[piece.parameter] = dict(own)
@@ -272,21 +289,8 @@ class Lender:
 
         Returns the tensors to evict from outside the slot, and whether the slot's own bytes go out as they are.
         """
-        moved: list[Moved] = []
         the_engines = slot.storages()
-        for lent in loan.pieces:
-            after = loan.state.get(lent.stand_in)
-            if lent.is_itself and is_strided(lent.stand_in) and storage_of(lent.stand_in) in the_engines:
-                lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
-            if not lent.is_itself:
-                moved += self._take_back_values(loan, lent, after, slot)
-            if after is None and lent.own is not None and lent.piece.start == 0:
-                self._drop_state(lent)
-            if after is None or (lent.piece.is_slice and not after):
-                continue
-            if lent.piece.subject.encoded:
-                after = loan.state[lent.stand_in] = self._encoded(lent, after)
-            moved += self._take_back_entries(loan, lent, after, slot)
+        moved = [item for lent in loan.pieces for item in self._take_back_piece(loan, lent, slot, the_engines)]
         if loan.chunk.is_coupled:
             self._state.update({key: value for key, value in loan.state.items() if not _is_parameter(key)})
         if not moved and not loan.compound:
@@ -297,6 +301,23 @@ class Lender:
             at_rest = {key: home.tensor for key, home in homes.items() if isinstance(key, tuple)}
             self._state[lent.piece.parameter][name] = with_tensors(name, loan.state[lent.stand_in][name], at_rest)
         return settled
+
+    def _take_back_piece(self, loan: Loan, lent: Lent, slot: AnySlot, the_engines: set[int]) -> list[Moved]:
+        """``the_engines``: storages of everything in the slot."""
+        moved: list[Moved] = []
+        after = loan.state.get(lent.stand_in)
+        is_settled = lent.piece in loan.in_place
+        if lent.is_itself and is_strided(lent.stand_in) and storage_of(lent.stand_in) in the_engines:
+            lent.stand_in.data = lent.stand_in.data.clone()  # it has changed places with its state
+        if not lent.is_itself:
+            moved += self._take_back_values(loan, lent, after, slot)
+        if after is None and lent.own is not None and lent.piece.start == 0 and not is_settled:
+            self._drop_state(lent)
+        if is_settled or after is None or (lent.piece.is_slice and not after):
+            return moved
+        if lent.piece.subject.encoded:
+            after = loan.state[lent.stand_in] = self._encoded(lent, after)
+        return moved + self._take_back_entries(loan, lent, after, slot)
 
     def _take_back_values(self, loan: Loan, lent: Lent, entries: Entries | None, slot: AnySlot) -> list[Moved]:
         """The parameter gets the values that the optimizer gave its stand-in. Returns the master if it has moved.
@@ -309,7 +330,7 @@ class Lender:
         is_in_place = _is_same_memory(after, lent.values)
         if not is_in_place and entries is not None:
             _part(entries, lent.near)
-        if lent.is_master or not is_in_place:
+        if not is_in_place or (lent.is_master and not loan.is_raw):
             lent.near.copy_(after)
         if piece.subject.is_shard:
             torch.autograd.graph.increment_version(piece.parameter)  # its shard has a counter of its own

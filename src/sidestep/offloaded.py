@@ -194,14 +194,29 @@ class Content:
             noted.do(tensor, lambda scalar: scalar)
         return tensor
 
-    def on_host(self) -> torch.Tensor:
-        """The content itself, with all that was noted done for good. Blocks the host until it is there."""
+    def at_rest(self) -> torch.Tensor:
+        """The content itself, with nothing done of what was noted. Blocks the host until it is there."""
         if self._way is None:
             assert self._at_hand is not None
-            tensor = self._at_hand
-        else:
-            transit, berth = self._way
-            tensor = self.layout.view_of(transit.read(berth))
+            return self._at_hand
+        transit, berth = self._way
+        return self.layout.view_of(transit.read(berth))
+
+    def factor(self) -> float | None:
+        """By what it is still to be multiplied, if nothing else was noted; for which the host may wait."""
+        if not self.noted:
+            return 1.0
+        noted = self.noted[0]
+        if len(self.noted) > 1 or noted.function not in _MULTIPLYING or noted.keywords or len(noted.arguments) != 1:
+            return None
+        number = noted.arguments[0]
+        if isinstance(number, torch.Tensor):
+            return float(self.shared.on_host(number)) if number.numel() == 1 else None
+        return float(number) if isinstance(number, (int, float)) else None
+
+    def on_host(self) -> torch.Tensor:
+        """The content itself, with all that was noted done for good. Blocks the host until it is there."""
+        tensor = self.at_rest()
         while self.noted:
             self.noted[0].do(tensor, self.shared.on_host)
             del self.noted[0]
@@ -358,6 +373,7 @@ def _refuse_address() -> NoReturn:
 
 _foreach_supported_types.append(OffloadedGradient)  # so that clipping takes the way that it takes for plain ones
 
+_MULTIPLYING = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor}
 _ZEROING = {aten.zero_.default, aten._foreach_zero_.default}
 _NOTABLE = {
     overload

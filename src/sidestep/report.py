@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
+from sidestep.engine.threads import thread_budget
 from sidestep.gradients import may_leave
+from sidestep.kernels import native
+from sidestep.kernels.rules import recipe_of
 from sidestep.offloaded import OffloadedGradient
 from sidestep.shards import gradient_of
 from sidestep.skips import Skips
@@ -151,6 +154,7 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             yield f"{kind}, group {listed}: {how}: {arrangement.cuttings[groups[0]].reason}."
     if arrangement.subjects and not any(subject.is_on_device for subject in arrangement.subjects):
         yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
+    yield from _notes_on_the_host_step(arrangement)
     if arrangement.gradients.leave_late:
         yield (
             "Gradients leave at the end of backward, when other ranks may have had their part in them. DDP keeps its"
@@ -179,3 +183,15 @@ def _unseen_gradients(arrangement: Arrangement) -> int:
     near = [parameter for parameter in leaving if id(parameter) not in arrangement.gradients.stay]
     plain = [p for p in near if p.grad is not None and not isinstance(gradient_of(p), OffloadedGradient)]
     return sum(map(may_leave, plain))
+
+
+def _notes_on_the_host_step(arrangement: Arrangement) -> Iterable[str]:
+    done = [f"{count:,} by {what}" for what, count in sorted(arrangement.host_updates.items())]
+    if not done:
+        return
+    yield f"Updates of chunks on the host: {', '.join(done)}."
+    kernels = native.best()
+    if kernels is not None:
+        yield f"Native kernels: {kernels.level}, on up to {thread_budget()} threads."
+    elif recipe_of(arrangement.optimizer) is not None and not native.is_off():
+        yield f"There are no native kernels: {native.why_none()}."

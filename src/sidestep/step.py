@@ -11,7 +11,7 @@ parameters and gradients that are brought, into slots on the host, and the new p
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +24,10 @@ from sidestep.engine.slots import Ring, Slot
 from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
 from sidestep.gradients import Inbound
-from sidestep.lending import Lender, Loan, Scaling
+from sidestep.host_update import HostUpdate
+from sidestep.kernels import native
+from sidestep.kernels.rules import recipe_of
+from sidestep.lending import AnySlot, Lender, Loan, Scaling
 from sidestep.rest import StateAtRest
 from sidestep.wrapped import ROUNDING, Group, GroupValues, LentGroup, Update, run_on, whole_of, without_rounding
 
@@ -80,8 +83,14 @@ class Step:
             all_due=not is_counted,
             is_trial=is_trial,
         )
+        is_by_rule = is_counted and any(chunk.runs_on_host for chunk in chunks) and not native.is_off()
+        recipe = recipe_of(optimizer) if is_by_rule else None
+        self._host_update: HostUpdate | None = None
+        if recipe is not None:
+            self._host_update = HostUpdate(optimizer, recipe, self._lender, scaling, rounding)
         self._values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=is_trial)
         self._results: list[Any] = []
+        self.host_updates: Counter[str] = Counter()  # chunks by what has updated them
         self.has_changed = False
         self.is_complete = False
 
@@ -126,7 +135,7 @@ class Step:
         self._inbound.take(chunk)
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
         slot = ring.take(chunk) if ring is not None else Slot()
-        loan = self._lender.lend(chunk, slot)
+        loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
         self._update_chunk(loan)
         loose, with_slot = self._lender.take_back(loan, slot)
         if ring is not None:
@@ -137,12 +146,16 @@ class Step:
         ring = self._host_rings[chunk.address]
         slot = ring.take(chunk)
         with host_threads():
-            loan = self._lender.lend(chunk, slot)
+            loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
             self._update_chunk(loan)
             loose, _ = self._lender.take_back(loan, slot)
         for item in loose:
             item.target.copy_(memory_of(item.tensor))
         ring.give_back(slot)
+
+    def _is_for_kernels(self, chunk: Chunk, slot: AnySlot) -> bool:
+        """Whether the native kernels update it, which are for steps on the host that were asked for."""
+        return self._host_update is not None and chunk.runs_on_host and self._host_update.takes(chunk, slot)
 
     def _count_rounding(self) -> None:
         for group in self._groups:
@@ -159,8 +172,18 @@ class Step:
 
     def _update_chunk(self, loan: Loan) -> None:
         on_host = loan.chunk.is_host_stepped
-        lent = {i: self._values.lend(i, *loan.of_group(i), on_host=on_host) for i in loan.chunk.groups}
+        is_fused = self._host_update is not None and self._host_update.is_fused(loan)
+        lent = {
+            i: self._values.lend(i, *loan.of_group(i), on_host=on_host, is_fused=is_fused) for i in loan.chunk.groups
+        }
         groups = {index: group for index, (group, _) in lent.items()}
+        if loan.is_raw and self._host_update is not None:
+            calls = self._host_update.prepare(loan, groups)
+            self.has_changed = True
+            self._host_update.run(calls)
+            self._results.append(None)
+            self.host_updates["native kernels"] += 1
+            return
         marks = None if self.has_changed else _marks(loan, groups)
         self.has_changed = True
         try:
@@ -168,6 +191,8 @@ class Step:
         except BaseException:
             self.has_changed = marks is None or self._may_have_changed(loan, groups, marks)
             raise
+        if loan.chunk.runs_on_host and self._is_counted:
+            self.host_updates["torch's fused step" if is_fused else "the optimizer's own step"] += 1
         for index, (group, before) in lent.items():
             self._values.take_back(index, group, before)
 

@@ -114,11 +114,18 @@ class GroupValues:
         self._tensor_keys = [[k for k, v in group.items() if isinstance(v, torch.Tensor)] for group in self._groups]
 
     def lend(
-        self, index: int, parameters: list[torch.nn.Parameter], names: list[str], *, on_host: bool = False
+        self,
+        index: int,
+        parameters: list[torch.nn.Parameter],
+        names: list[str],
+        *,
+        on_host: bool = False,
+        is_fused: bool = False,
     ) -> tuple[LentGroup, Group]:
         """A copy of group ``index`` that has these parameters, with these names, only; and a copy for ``take_back``.
 
-        ``on_host``: the update runs there, with parameters that are there, which cannot be captured.
+        ``on_host``: the update runs there, with parameters that are there, which cannot be captured; ``is_fused``: as
+        torch's fused one.
         """
         values = without_rounding(self._groups[index])
         if on_host:
@@ -132,8 +139,10 @@ class GroupValues:
         values["params"] = parameters
         if "param_names" in values:
             values["param_names"] = names
-        if self._foreach[index]:
+        if self._foreach[index] or is_fused:
             values["foreach"] = False
+        if is_fused:
+            values["fused"] = True
         return LentGroup(values), values
 
     def take_back(self, index: int, lent: Group, lent_before: Group) -> None:
