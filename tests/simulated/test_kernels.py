@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
 }
 
+with_lion = pytest.mark.skipif(find_spec("lion_pytorch") is None, reason="lion-pytorch is not installed")
 each_placement = pytest.mark.parametrize("placed", PLACEMENTS)
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
@@ -423,10 +426,11 @@ def test_what_kernels_do_not_speak_for_makes_its_own_step(with_kernels: None) ->
     assert_same_as_plain(run, **BRIEFLY)
 
 
+@with_lion
 @each_placement
 def test_lion_of_lion_pytorch(updated: list[int], placed: str) -> None:
     """Its own step rounds once more here and there, which shows in the last bits."""
-    lion_pytorch = pytest.importorskip("lion_pytorch")
+    lion_pytorch = importlib.import_module("lion_pytorch")
 
     def run(wrap: Wrap) -> Any:
         with SimulatedDevice("random", seed=1) as device:
@@ -440,8 +444,9 @@ def test_lion_of_lion_pytorch(updated: list[int], placed: str) -> None:
     torch.testing.assert_close(run(loops.offloaded), run(loops.plain), rtol=1e-5, atol=1e-6)
 
 
+@with_lion
 def test_another_lion_makes_its_own_step(with_kernels: None) -> None:
-    lion_pytorch = pytest.importorskip("lion_pytorch")
+    lion_pytorch = importlib.import_module("lion_pytorch")
     weight = nn.Parameter(torch.zeros(2))
     assert recipe_of(lion_pytorch.Lion([weight])) is not None
     assert recipe_of(lion_pytorch.Lion([weight], decoupled_weight_decay=True)) is None
