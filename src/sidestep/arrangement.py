@@ -476,7 +476,7 @@ class Arrangement:
             Arrangement._has_warned_of_kernels = True
             warnings.warn(
                 f"the step on the host passes over memory several times, without native kernels: {native.why_none()}",
-                stacklevel=2,
+                stacklevel=masters.frames_of_the_library(),
             )
 
     _has_warned_of_kernels = False

@@ -123,11 +123,11 @@ def warn_of_rounding(short: Sequence[Subject]) -> None:
         f" 1/{2**digits} of a value is rounded away, so that training with a small learning rate may stall, as it may"
         " without Sidestep. sidestep.Placement(master=torch.float32) keeps an fp32 master of each:"
         f" {4 * elements:,} bytes more at rest, and as many more to move each way in a step",
-        stacklevel=_frames_of_the_library(),
+        stacklevel=frames_of_the_library(),
     )
 
 
-def _frames_of_the_library() -> int:
+def frames_of_the_library() -> int:
     """The ``stacklevel`` with which a warning of the caller points at the line of the user's that led here."""
     level = 1
     frame = sys._getframe(1)

@@ -53,7 +53,7 @@ def offload(
 
     Use the result in the optimizer's place; the rest of the loop is unchanged. Nothing is moved before the first step,
     so this may come before ``model.to(device)``. Where parameters are on the host already, steps are the plain ones, on
-    their masters if the placement wants masters.
+    their masters if the placement wants masters, or by native kernels if it wants the step on the host.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` but LBFGS, with or without state.

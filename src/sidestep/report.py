@@ -153,7 +153,8 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             listed = ", ".join(map(str, groups[:8])) + (", …" if len(groups) > 8 else "")
             yield f"{kind}, group {listed}: {how}: {arrangement.cuttings[groups[0]].reason}."
     if arrangement.subjects and not any(subject.is_on_device for subject in arrangement.subjects):
-        yield "All parameters are on the host, so there is nothing to offload: steps are the plain optimizer's."
+        by_whom = "" if arrangement.host_updates else ": steps are the plain optimizer's"
+        yield f"All parameters are on the host, so there is nothing to offload{by_whom}."
     yield from _notes_on_the_host_step(arrangement)
     if arrangement.gradients.leave_late:
         yield (

@@ -482,6 +482,7 @@ def test_without_a_compiler_it_is_said_once(with_kernels: None, monkeypatch: pyt
         with pytest.warns(UserWarning, match="no C\\+\\+ compiler") as caught:
             two_optimizers()
         assert len(caught) == 1
+        assert caught[0].filename == __file__
 
 
 def test_pieces_have_the_size_that_the_source_says() -> None:
