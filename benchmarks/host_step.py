@@ -11,6 +11,7 @@ fp32 array by one in place, over as many threads. Writes ``benchmarks/host_step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -101,12 +102,12 @@ def kernel_routes(count: int) -> list[Route]:
     ]
 
 
-def torch_routes(count: int) -> list[Route]:
-    """The fused AdamW of torch, with the conversions that it needs."""
+def peer_routes(name: str, make: Callable[[list[torch.nn.Parameter]], Any], count: int) -> list[Route]:
+    """Another's AdamW, with the conversions that it needs: as ZeRO-Offload makes them, for DeepSpeed's."""
     master = torch.nn.Parameter(torch.randn(count))
     master.grad = torch.randn(count)
     gradient, values = master.grad.bfloat16(), master.detach().bfloat16()
-    optimizer = torch.optim.AdamW([master], **HYPER, fused=True)
+    optimizer = make([master])
 
     def mixed() -> None:
         assert master.grad is not None
@@ -115,33 +116,22 @@ def torch_routes(count: int) -> list[Route]:
         values.copy_(master.detach())
 
     return [
-        Route("torch fused, bf16 in and out", mixed, 2 + 4 + 28 + 4 + 2, count),
-        Route("torch fused, fp32 everything", optimizer.step, 28, count),
+        Route(f"{name}, bf16 in and out", mixed, 2 + 4 + 28 + 4 + 2, count),
+        Route(f"{name}, fp32 everything", optimizer.step, 28, count),
     ]
 
 
-def deepspeed_routes(count: int) -> list[Route]:
-    """DeepSpeed's CPUAdam, with the copies that its ZeRO-Offload makes; none where DeepSpeed is not there."""
+def peers() -> dict[str, Callable[[list[torch.nn.Parameter]], Any]]:
+    """The other AdamWs by their names; DeepSpeed's is left out where DeepSpeed is not there."""
+    found: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
+        "torch fused": lambda parameters: torch.optim.AdamW(parameters, **HYPER, fused=True)
+    }
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
+    with contextlib.suppress(ImportError):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError:
-        return []
-    master = torch.nn.Parameter(torch.randn(count))
-    master.grad = torch.randn(count)
-    gradient, values = master.grad.bfloat16(), master.detach().bfloat16()
-    optimizer = DeepSpeedCPUAdam([master], **HYPER, adamw_mode=True)
 
-    def mixed() -> None:
-        assert master.grad is not None
-        master.grad.copy_(gradient)
-        optimizer.step()
-        values.copy_(master.detach())
-
-    return [
-        Route("DeepSpeed CPUAdam, bf16 in and out", mixed, 2 + 4 + 28 + 4 + 2, count),
-        Route("DeepSpeed CPUAdam, fp32 everything", optimizer.step, 28, count),
-    ]
+        found["DeepSpeed CPUAdam"] = lambda parameters: DeepSpeedCPUAdam(parameters, **HYPER, adamw_mode=True)
+    return found
 
 
 def probe(count: int) -> Route:
@@ -162,18 +152,10 @@ def model_routes(shapes: list[tuple[int, ...]]) -> list[Route]:
 
     count = sum(torch.Size(shape).numel() for shape in shapes)
     ours = sidestep.offload(torch.optim.AdamW(parameters(), **HYPER), sidestep.Placement(step="host"))
-    routes = [
-        Route("Sidestep, Placement(step='host')", ours.step, 28, count),
-        Route("torch fused", torch.optim.AdamW(parameters(), **HYPER, fused=True).step, 28, count),
-        Route("torch, as it chooses", torch.optim.AdamW(parameters(), **HYPER).step, 28, count),
-    ]
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError:
-        return routes
     return [
-        *routes,
-        Route("DeepSpeed CPUAdam", DeepSpeedCPUAdam(parameters(), **HYPER, adamw_mode=True).step, 28, count),
+        Route("Sidestep, Placement(step='host')", ours.step, 28, count),
+        Route("torch, as it chooses", torch.optim.AdamW(parameters(), **HYPER).step, 28, count),
+        *(Route(name, make(parameters()).step, 28, count) for name, make in peers().items()),
     ]
 
 
@@ -278,8 +260,7 @@ def main() -> None:
             lambda: [
                 probe(given.parameters),
                 *kernel_routes(given.parameters),
-                *torch_routes(given.parameters),
-                *deepspeed_routes(given.parameters),
+                *(route for peer in peers().items() for route in peer_routes(*peer, given.parameters)),
             ],
         ),
         ("small", lambda: model_routes([(64, 64)] * 1000)),
@@ -299,7 +280,7 @@ def main() -> None:
 def report(results: dict[str, Any], given: argparse.Namespace) -> str:
     mixed = results["mixed"]
     limit = mixed["read-modify-write probe"]["bytes_per_second"]
-    peers = {"torch": "torch fused, {}", "DeepSpeed": "DeepSpeed CPUAdam, {}"}
+    others = ("torch fused, {}", "DeepSpeed CPUAdam, {}")
     rows = []
     for own, kind in (
         ("Sidestep, fp32 state", "bf16 in and out"),
@@ -307,7 +288,7 @@ def report(results: dict[str, Any], given: argparse.Namespace) -> str:
         ("Sidestep, split master, bf16 moments", "bf16 in and out"),
         ("Sidestep, fp32 everything", "fp32 everything"),
     ):
-        against = " | ".join(ratio(mixed, own, peer.format(kind)) for peer in peers.values())
+        against = " | ".join(ratio(mixed, own, peer.format(kind)) for peer in others)
         rows.append(f"| {own} | {against} |")
     return "\n".join(
         [
