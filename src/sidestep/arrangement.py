@@ -32,8 +32,8 @@ from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
 from sidestep.gradients import GradientsOnHost
+from sidestep.host_update import recipe_for
 from sidestep.kernels import native
-from sidestep.kernels.rules import recipe_of
 from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
@@ -328,10 +328,8 @@ class Arrangement:
     @property
     def handles_scale(self) -> bool:
         """Whether the step must know of a scale: it unscales gradients for masters, and skips what must not round."""
-        by_kernels = any(chunk.runs_on_host for chunk in self.chunks) and not native.is_off()
-        if by_kernels and recipe_of(self.optimizer) is not None:
-            return True
-        return any(s.has_master or s.is_host_stepped or s.encoded for s in self.subjects)
+        is_needed = any(s.has_master or s.is_host_stepped or s.encoded for s in self.subjects)
+        return is_needed or recipe_for(self.optimizer, self.chunks) is not None
 
     def has_fp16_masters(self) -> bool:
         """Whether any fp16 parameter will have a master, planned or not."""
@@ -471,8 +469,13 @@ class Arrangement:
 
     def _warn_of_missing_kernels(self) -> None:
         """Once: the step on the host is slower than it could be."""
-        runs = any(chunk.runs_on_host for chunk in self.chunks) and recipe_of(self.optimizer) is not None
-        if runs and native.best() is None and not native.is_forced() and not Arrangement._has_warned_of_kernels:
+        is_for_kernels = recipe_for(self.optimizer, self.chunks) is not None
+        if (
+            is_for_kernels
+            and native.best() is None
+            and not native.is_forced()
+            and not Arrangement._has_warned_of_kernels
+        ):
             Arrangement._has_warned_of_kernels = True
             warnings.warn(
                 f"the step on the host passes over memory several times, without native kernels: {native.why_none()}",

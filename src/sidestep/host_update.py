@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,9 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 from sidestep import chunks
 from sidestep.chunks import ENCODED, MASTER, Chunk
-from sidestep.engine.codecs import key_of
 from sidestep.kernels import native
 from sidestep.kernels.native import TYPES, Kernels, Piece, Rule
-from sidestep.kernels.rules import Recipe, is_plain
+from sidestep.kernels.rules import Recipe, is_plain, recipe_of
 from sidestep.leaves import PLAIN_TENSORS, Entries, is_dense
 from sidestep.lending import AnySlot, Lender, Lent, Loan, Scaling
 from sidestep.offloaded import OffloadedGradient
@@ -24,6 +23,13 @@ from sidestep.shards import gradient_of, local_of
 from sidestep.wrapped import Group, State
 
 _STEP = "step"
+
+
+def recipe_for(optimizer: torch.optim.Optimizer, chunks_made: Iterable[Chunk]) -> Recipe | None:
+    """What kernels must be told for it; ``None`` where they do not speak for it, or no step is on the host."""
+    if native.is_off() or not any(chunk.runs_on_host for chunk in chunks_made):
+        return None
+    return recipe_of(optimizer)
 
 
 class HostUpdate:
@@ -35,16 +41,13 @@ class HostUpdate:
         recipe: Recipe,
         lender: Lender,
         scaling: Scaling | None,
-        rounding: Mapping[int, tuple[int, int]],
     ) -> None:
-        """``rounding``: the seed and the number of steps made, of groups with state that is rounded stochastically."""
         self._kernels: Kernels | None = native.best()
         self._recipe = recipe
         self._groups: list[Group] = optimizer.param_groups
         self._state: State = optimizer.state
         self._lender = lender
         self._scaling = scaling
-        self._rounding = rounding
 
     def takes(self, chunk: Chunk, slot: AnySlot) -> bool:
         """Whether the kernels can do for this chunk what the optimizer's own step would do."""
@@ -179,14 +182,8 @@ class HostUpdate:
         for k, moment in enumerate(moments):
             piece.moments[k] = moment.data_ptr()
             if lent.piece.subject.encoded:
-                piece.keys[k] = self._key(lent, names[k])
+                piece.keys[k] = self._lender.rounding_key(lent.piece, names[k]) % 2**32
         return piece
-
-    def _key(self, lent: Lent, name: str) -> int:
-        if name not in lent.piece.subject.encoded:
-            return 0
-        seed, step = self._rounding[lent.piece.subject.group]
-        return key_of(seed, step, lent.piece.subject.position, name) % 2**32
 
     def _rule(self, group: Group, types: _Types) -> Rule:
         common = dict(self._recipe.rule(group))

@@ -407,14 +407,18 @@ class Lender:
             self._drop_removed(lent, own, after)
         return moved
 
+    def rounding_key(self, piece: Piece, name: str) -> int:
+        """By which this entry of the piece's state is rounded in this step, if it is encoded at rest."""
+        seed, step = self._rounding[piece.subject.group]
+        return key_of(seed, step, piece.subject.position, name)
+
     def _encoded(self, lent: Lent, entries: Entries) -> Entries:
         """The state that the update left, encoded where it is so at rest: in the slot, if it was there."""
         piece, after = lent.piece, dict(entries)
         for name in piece.subject.encoded:
             values = after.get(name)
             if _may_be_encoded(values, piece):
-                seed, step = self._rounding[piece.subject.group]
-                encoded = encode(values, key_of(seed, step, piece.subject.position, name), piece.start)
+                encoded = encode(values, self.rounding_key(piece, name), piece.start)
                 place = lent.in_slot.get(name)
                 is_alike = place is not None and place.shape == encoded.shape
                 after[name] = place.copy_(encoded) if is_alike and place is not None else encoded

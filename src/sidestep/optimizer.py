@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,9 @@ def offload(
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
     )
-    has_agreed = _agree(*_without_own_policies(optimizer.param_groups), settings)
+    groups, own_policies = _without_own_policies(optimizer.param_groups)
+    placements = placements_of(groups, names_of(groups, settings.model), own_policies, settings.policy)
+    has_agreed = _agree(groups, placements, settings)
     offloaded = OffloadOptimizer(optimizer, settings, has_agreed=has_agreed)
     try:
         offloaded._arrangement.warn_of_rounding()
@@ -114,11 +116,12 @@ def offload(
     return offloaded
 
 
-def _agree(groups: list[Group], own_policies: list[Any], settings: Settings) -> bool:
+def _agree(
+    groups: list[Group], placements: Iterable[tuple[torch.nn.Parameter, str, int, Placement]], settings: Settings
+) -> bool:
     """Raise for a placement that makes no sense, or that other ranks have otherwise. Returns as ``check_agreement``."""
     of_all = [("chunk_bytes", repr(settings.chunk_bytes))]
     try:
-        placements = placements_of(groups, names_of(groups, settings.model), own_policies, settings.policy)
         told = [Told(parameter, name, repr(placement)) for parameter, name, _, placement in placements]
     except Exception as error:
         with contextlib.suppress(PlacementError):  # or the others would wait for this rank
@@ -351,7 +354,7 @@ class OffloadOptimizer(Optimizer):
     def _agree(self) -> None:
         """Where parameters were sharded after this was made, as Accelerate does it, the ranks compare notes now."""
         if not self._has_agreed and has_ranks():
-            _agree(self.param_groups, self._own_policies, self._settings)
+            _agree(self.param_groups, self._arrangement.placements(), self._settings)
         self._has_agreed = True
 
     def _make_state(self) -> None:

@@ -9,8 +9,8 @@ from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
 from sidestep.engine.threads import thread_budget
 from sidestep.gradients import may_leave
+from sidestep.host_update import recipe_for
 from sidestep.kernels import native
-from sidestep.kernels.rules import recipe_of
 from sidestep.offloaded import OffloadedGradient
 from sidestep.shards import gradient_of
 from sidestep.skips import Skips
@@ -194,5 +194,5 @@ def _notes_on_the_host_step(arrangement: Arrangement) -> Iterable[str]:
     kernels = native.best()
     if kernels is not None:
         yield f"Native kernels: {kernels.level}, on up to {thread_budget()} threads."
-    elif recipe_of(arrangement.optimizer) is not None and not native.is_off():
+    elif recipe_for(arrangement.optimizer, arrangement.chunks) is not None:
         yield f"There are no native kernels: {native.why_none()}."

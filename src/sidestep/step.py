@@ -24,9 +24,7 @@ from sidestep.engine.slots import Ring, Slot
 from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
 from sidestep.gradients import Inbound
-from sidestep.host_update import HostUpdate
-from sidestep.kernels import native
-from sidestep.kernels.rules import recipe_of
+from sidestep.host_update import HostUpdate, recipe_for
 from sidestep.lending import AnySlot, Lender, Loan, Scaling
 from sidestep.rest import StateAtRest
 from sidestep.wrapped import ROUNDING, Group, GroupValues, LentGroup, Update, run_on, whole_of, without_rounding
@@ -83,11 +81,10 @@ class Step:
             all_due=not is_counted,
             is_trial=is_trial,
         )
-        is_by_rule = is_counted and any(chunk.runs_on_host for chunk in chunks) and not native.is_off()
-        recipe = recipe_of(optimizer) if is_by_rule else None
+        recipe = recipe_for(optimizer, chunks) if is_counted else None
         self._host_update: HostUpdate | None = None
         if recipe is not None:
-            self._host_update = HostUpdate(optimizer, recipe, self._lender, scaling, rounding)
+            self._host_update = HostUpdate(optimizer, recipe, self._lender, scaling)
         self._values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=is_trial)
         self._results: list[Any] = []
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them

@@ -59,8 +59,9 @@ def cores() -> int:
     return max(1, min([bound, *_quotas()]))
 
 
+@functools.cache
 def _quotas() -> list[int]:
-    """Cores' worth of time that control groups allow (version 2, then 1), rounded up."""
+    """Cores' worth of time that control groups allow (version 2, then 1), rounded up. Read once: updates ask often."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
