@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_
 
 import sidestep
@@ -176,6 +177,32 @@ def gradients_leave() -> None:
 def test_gradients_leave_inside_their_dtensor(ranks: dict[int, Ranks]) -> None:
     for count in (2, 4):
         ranks[count].run(gradients_leave)
+
+
+def clipped_by(placed: str) -> list[dict[str, int]]:
+    """What clipping sends between ranks, with plain gradients and with those that are placed so; after a first time."""
+    counts = []
+    for wrap in (loops.plain, functools.partial(loops.offloaded, placement=placement(placed))):
+        with SimulatedDevice("random", seed=rank()) as device:
+            model = sharded_net(device)
+            optimizer = wrap(loops.adamw(model))
+            for step in range(2):
+                backward(model, step)
+                leaves = isinstance(gradient_of(model.wide.weight), OffloadedGradient)
+                assert leaves is (isinstance(optimizer, sidestep.OffloadOptimizer) and "gradients" in placed)
+                with CommDebugMode() as sent:
+                    norm = clip_grad_norm_(model.parameters(), 0.05)
+                    assert isinstance(norm, DTensor)
+                    norm.full_tensor()
+            counts.append({str(kind): count for kind, count in sent.get_comm_counts().items()})
+    return counts
+
+
+@every_placement
+def test_clipping_takes_one_all_reduce_of_a_scalar(ranks: dict[int, Ranks], placed: str) -> None:
+    for plain, offloaded in ranks[2].run(clipped_by, placed):
+        assert offloaded == plain
+        assert sum(offloaded.values()) == 1
 
 
 def scale(unscales: bool, device: SimulatedDevice, wrap: Wrap) -> Any:
