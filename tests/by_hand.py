@@ -13,6 +13,15 @@ from torch.optim import Optimizer
 SHORT = (torch.bfloat16, torch.float16)
 
 
+def rounded_away(master: torch.Tensor) -> torch.Tensor:
+    """The nearest value in bf16, as torch rounds, but for ties, which go away from zero."""
+    if master.dtype is not torch.float32:
+        return master
+    is_tie = master.view(torch.int32) & 0xFFFF == 0x8000
+    outward = torch.nextafter(master, torch.copysign(torch.full_like(master, torch.inf), master))
+    return torch.where(is_tie, outward, master).to(torch.bfloat16).to(torch.float32)
+
+
 class HandKept(Optimizer):
     """An optimizer whose 16-bit parameters are stepped through fp32 masters.
 
@@ -23,8 +32,10 @@ class HandKept(Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, rounded: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """``rounded``: how a parameter is found from its master; ``None``: to the nearest, as torch does it."""
         self.inner = optimizer
+        self._rounded = rounded or (lambda master: master)
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
@@ -56,7 +67,7 @@ class HandKept(Optimizer):
             if stand_in in after:
                 own[parameter] = after[stand_in]
             if stand_in is not parameter and parameter.grad is not None:
-                parameter.copy_(stand_in)
+                parameter.copy_(self._rounded(stand_in))
                 stand_in.grad = None
         return loss
 
@@ -74,7 +85,7 @@ class HandKept(Optimizer):
         if parameter not in self.masters:
             self.masters[parameter] = nn.Parameter(parameter.detach().float())
         master = self.masters[parameter]
-        written = parameter != master.to(parameter.dtype)
+        written = parameter != self._rounded(master).to(parameter.dtype)
         master.copy_(torch.where(written, parameter.float(), master))
         master.grad = gradient
         return master

@@ -38,7 +38,7 @@ from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
-from sidestep.rest import StateAtRest, bring_near, dtype_of, encode_strangers, fetcher_of, may_rest, to_device
+from sidestep.rest import StateAtRest, as_known, bring_near, encode_strangers, fetcher_of, may_rest, to_device
 from sidestep.shards import alike, as_shard_of, gradient_of, local_of
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
@@ -555,9 +555,9 @@ class Arrangement:
                 current = tensor_at(self.optimizer.state.get(parameter), key)
                 if subject is not None and current is not None and not may_rest(current, subject):
                     is_at_home = current is home.tensor
-                    dtype = dtype_of(subject, key) if home.is_encoded else None
-                    near = to_device(home, subject.steps_at, dtype) if is_at_home else current.to(subject.steps_at)
-                    put(self.optimizer.state[parameter], {key: near})
+                    near = to_device(home, subject.steps_at) if is_at_home else current.to(subject.steps_at)
+                    is_encoded = is_at_home and home.is_encoded
+                    put(self.optimizer.state[parameter], {key: as_known(subject, key, near) if is_encoded else near})
                     self.at_rest.drop(parameter, key)
                 elif subject is None or current is None:
                     self.at_rest.drop(parameter, key)
@@ -597,7 +597,7 @@ class Arrangement:
             for key, home in self.at_rest.homes.get(subject.parameter, {}).items():
                 if home.is_encoded and tensor_at(state.get(subject.parameter), key) is home.tensor:
                     entries = decoded.setdefault(subject.parameter, dict(state[subject.parameter]))
-                    put(entries, {key: home.tensor.to(dtype_of(subject, key))})
+                    put(entries, {key: as_known(subject, key, home.tensor)})
         if not decoded:
             yield
             return
@@ -685,11 +685,9 @@ class Arrangement:
         for key, home in self.at_rest.homes.get(subject.parameter, {}).items():
             is_spare = for_good and subject.has_master and key == MASTER
             if not is_spare and tensor_at(self.optimizer.state[subject.parameter], key) is home.tensor:
-                dtype = dtype_of(subject, key) if home.is_encoded else home.layout.dtype
-                yield (
-                    key,
-                    to_device(home, subject.address, masters.plain_dtype(subject, key, dtype) if for_good else dtype),
-                )
+                near = to_device(home, subject.address)
+                known = as_known(subject, key, near) if home.is_encoded else near
+                yield key, known.to(masters.plain_dtype(subject, key, known.dtype)) if for_good else known
 
     def close(self) -> None:
         """Give back the memory of the rings, and of gradients that have come back."""

@@ -28,6 +28,9 @@ SHORT_DTYPES = (torch.bfloat16, torch.float16)
 ENCODED = torch.bfloat16
 """The dtype of encoded state."""
 
+CORRECTION = torch.int16
+"""The dtype of what is kept of a split master: the bits that its parameter has not."""
+
 DECODABLE = (torch.float32, torch.float64)
 """The dtypes of state that may be encoded."""
 
@@ -91,6 +94,12 @@ class Subject:
         return self.placement.master is not None and self.parameter.dtype in SHORT_DTYPES
 
     @functools.cached_property
+    def splits_master(self) -> bool:
+        """Whether only those bits of the master are at rest that the parameter itself has not."""
+        is_wanted = self.placement.master == "split" and self.parameter.dtype is torch.bfloat16
+        return is_wanted and self.offloads and not self.is_small
+
+    @functools.cached_property
     def stepped_dtype(self) -> torch.dtype:
         """The dtype of the tensor that the update is applied to: the master's, or the parameter's own."""
         return torch.float32 if self.has_master else self.parameter.dtype
@@ -117,7 +126,8 @@ class Subject:
         if not self.offloads or self.is_small:
             return []
         predicted = [(name, ENCODED if name in self.encoded else dtype) for name, dtype in self._decoded]
-        return [*predicted, (MASTER, torch.float32)] if self.has_master else predicted
+        master = CORRECTION if self.splits_master else torch.float32
+        return [*predicted, (MASTER, master)] if self.has_master else predicted
 
     @functools.cached_property
     def encoded(self) -> dict[Any, torch.dtype]:
@@ -148,6 +158,8 @@ class Subject:
         if self.is_host_stepped:
             return [self.parameter.dtype.itemsize, self.parameter.dtype.itemsize]
         beside = [dtype.itemsize for dtype in self.encoded.values()]  # decoded, while the update runs
+        if self.splits_master:
+            beside.append(self.stepped_dtype.itemsize)
         if self.sends_gradient:
             beside.append(self.parameter.dtype.itemsize)
         return [dtype.itemsize for _, dtype in self.predicted] + beside

@@ -92,6 +92,8 @@ class HostUpdate:
             return False
         if not (subject.has_master or values.dtype is torch.float32):
             return False  # without a master, moments of 16 bits are rounded to the nearest
+        if subject.splits_master and MASTER not in in_slot:
+            return False  # the first step: there is nothing yet that kernels could write to
         names = self._recipe.moments(self._groups[subject.group])
         wanted = {_STEP, *names} if self._recipe.counts else {*names}
         present = {name for name, value in own.items() if value is not None} - {MASTER}
@@ -104,6 +106,8 @@ class HostUpdate:
             return False
         masters = [entries[MASTER]] if subject.has_master and MASTER in entries else []
         gradient = self._lender.gradient_of(piece, slot, is_raw=True)
+        if subject.splits_master:
+            masters = [master.view(values.dtype) for master in masters]
         return all(_lies_as(other, values) for other in (gradient, *moments, *masters))
 
     def prepare(self, loan: Loan, groups: Mapping[int, Group]) -> Calls:
@@ -119,11 +123,12 @@ class HostUpdate:
             entries = loan.state[lent.stand_in] if names or self._recipe.counts else {}
             is_new = self._begin(lent, group, names, entries)
             moments = [entries[name] for name in names]
+            correction = lent.in_slot[MASTER] if lent.piece.subject.splits_master else None
             dtype = moments[0].dtype if moments else torch.float32
             types = _Types(lent.piece.subject.group, gradient.dtype, lent.near.dtype, dtype)
             step = 1.0 + entries[_STEP].item() if self._recipe.counts else 0.0
             calls.pieces[types].append(self._piece(lent, gradient, names, moments, group, step, is_new=is_new))
-            calls.changed += [lent.near, lent.values, *moments]
+            calls.changed += [lent.near, lent.values, *moments, *([] if correction is None else [correction])]
             if self._recipe.counts:
                 calls.steps.append(entries[_STEP])
             written += [lent.near, *moments]
@@ -151,7 +156,8 @@ class HostUpdate:
             is_new = True
         for name in names:
             if entries.get(name) is None:
-                entries[name] = torch.zeros_like(lent.values, requires_grad=False)
+                dtype = lent.piece.subject.stepped_dtype
+                entries[name] = torch.zeros_like(lent.values, dtype=dtype, requires_grad=False)
                 is_new = True
         return is_new
 
@@ -174,6 +180,7 @@ class HostUpdate:
             gradient=gradient.data_ptr(),
             values=lent.near.data_ptr(),
             master=lent.values.data_ptr() if lent.is_master else None,
+            correction=lent.in_slot[MASTER].data_ptr() if lent.piece.subject.splits_master else None,
             step_size=step_size,
             second_scale=second_scale,
             is_first=is_new and self._recipe.begins_empty,

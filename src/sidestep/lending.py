@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
-from sidestep.chunks import ALIGNMENT_BYTES, DECODABLE, ENCODED, MASTER, Chunk, Piece, aligned
-from sidestep.engine.codecs import decode, encode, key_of
+from sidestep.chunks import ALIGNMENT_BYTES, DECODABLE, MASTER, Chunk, Piece, aligned
+from sidestep.engine.codecs import decode, encode, join, key_of, split
 from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostSlot
 from sidestep.engine.slots import Loose, Slot
@@ -34,7 +34,7 @@ from sidestep.leaves import (
 )
 from sidestep.masters import follow, without_master
 from sidestep.offloaded import OffloadedGradient
-from sidestep.rest import StateAtRest, Wanted, fetcher_of, may_rest
+from sidestep.rest import StateAtRest, Wanted, fetcher_of, is_encoded_as, may_rest
 from sidestep.shards import as_shard_of, gradient_of, is_sharded, local_of
 from sidestep.wrapped import State
 
@@ -207,7 +207,7 @@ class Lender:
         if not (piece.is_slice or (is_due and is_apart)):
             return Lent(piece, parameter, parameter, parameter, own, in_slot)
         near = values = slot.values_of(piece).clone() if self._is_trial else slot.values_of(piece)
-        if subject.has_master and is_due:
+        if subject.has_master and is_due and not (subject.splits_master and is_raw):
             values = self._master_of(piece, near, in_slot, is_raw=is_raw)
         stand_in = torch.nn.Parameter(values, parameter.requires_grad)
         vars(stand_in).update(vars(parameter))  # some optimizers read settings from the parameter
@@ -256,6 +256,8 @@ class Lender:
         master: torch.Tensor | None = local_of(entries.get(MASTER))
         if master is None:
             return values.to(torch.float32)
+        if piece.subject.splits_master:
+            return join(values, master)
         if not is_raw:
             follow(master, values)
         return master
@@ -330,10 +332,16 @@ class Lender:
         is_in_place = _is_same_memory(after, lent.values)
         if not is_in_place and entries is not None:
             _part(entries, lent.near)
-        if not is_in_place or (lent.is_master and not loan.is_raw):
+        correction: torch.Tensor | None = None
+        if lent.is_master and piece.subject.splits_master:
+            rounded, correction = split(after)
+            lent.near.copy_(rounded)
+        elif not is_in_place or (lent.is_master and not loan.is_raw):
             lent.near.copy_(after)
         if piece.subject.is_shard:
             torch.autograd.graph.increment_version(piece.parameter)  # its shard has a counter of its own
+        if correction is not None:
+            return self._take_back_correction(lent, correction)
         is_at_home = MASTER in lent.in_slot or local_of((lent.own or _NOTHING).get(MASTER)) is lent.values
         if not lent.is_master or (is_in_place and is_at_home):
             return []
@@ -342,6 +350,14 @@ class Lender:
             return [Moved(lent, MASTER, master)]
         self._state[piece.parameter][MASTER] = as_shard_of(piece.parameter, master)
         self._at_rest.drop_entry(piece.parameter, MASTER)
+        return []
+
+    @staticmethod
+    def _take_back_correction(lent: Lent, correction: torch.Tensor) -> list[Moved]:
+        place = lent.in_slot.get(MASTER)
+        if place is None:
+            return [Moved(lent, MASTER, correction)]
+        place.copy_(correction)
         return []
 
     def _take_back_gradient(self, lent: Lent) -> None:
@@ -472,8 +488,10 @@ class Lender:
     def _all_with_homes(self, loan: Loan, moved: list[Moved]) -> Iterator[Moved]:
         instead = {(lent.piece, key): value for lent, key, value in moved}
         for lent in loan.pieces:
-            if lent.is_master and self._at_rest.get(lent.piece.parameter, MASTER) is not None:
-                yield Moved(lent, MASTER, instead.get((lent.piece, MASTER), lent.values))
+            master = lent.in_slot.get(MASTER) if lent.piece.subject.splits_master else lent.values
+            is_there = lent.is_master and self._at_rest.get(lent.piece.parameter, MASTER) is not None
+            if is_there and master is not None:
+                yield Moved(lent, MASTER, instead.get((lent.piece, MASTER), master))
             for key, value in tensors_of(loan.state.get(lent.stand_in)):
                 if self._at_rest.get(lent.piece.parameter, key) is not None:
                     yield Moved(lent, key, instead.get((lent.piece, key), value))
@@ -495,7 +513,7 @@ class Lender:
                 layout = TensorLayout.contiguous(value.dtype, lent.piece.subject.own.shape)
             home = self._at_rest.get(parameter, key)
             if home is None or home.layout != layout:
-                is_encoded = key in lent.piece.subject.encoded and layout.dtype is ENCODED
+                is_encoded = is_encoded_as(lent.piece.subject, key, layout.dtype)
                 wanted.append(Wanted(parameter, key, layout, is_encoded))
         if wanted:
             self._at_rest.make(device, wanted)

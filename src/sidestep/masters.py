@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from sidestep.chunks import MASTER, SHORT_DTYPES, Subject
+from sidestep.chunks import CORRECTION, MASTER, SHORT_DTYPES, Subject
+from sidestep.engine.codecs import join
 from sidestep.errors import NotYetError, PlacementError, UnsupportedOptimizerError
 from sidestep.leaves import PLAIN_TENSORS, Entries, put, tensor_at
 from sidestep.shards import as_shard_of, is_sharded, local_of
@@ -43,9 +44,11 @@ def conform(subject: Subject, entries: Entries) -> None:
     The state beside a master is in its dtype. A master that is not wanted goes, and so does the precision it gave.
     """
     master = entries.get(MASTER)
+    if _is_for(master, subject.parameter, CORRECTION) and subject.has_master and not subject.splits_master:
+        master = entries[MASTER] = as_shard_of(subject.parameter, joined(subject, local_of(master)))
     if not subject.has_master and (master is None or is_the_optimizers(subject)):
         return
-    if master is not None and not (subject.has_master and _is_master_of(master, subject.parameter)):
+    if master is not None and not (subject.has_master and _is_master_of(master, subject)):
         del entries[MASTER]
     for name, own_dtype in subject.dtypes.items():
         value = tensor_at(entries, name)
@@ -72,14 +75,25 @@ def plain_dtype(subject: Subject, name: Any, dtype: torch.dtype) -> torch.dtype:
     return subject.parameter.dtype if subject.has_master and own is None else dtype
 
 
-def _is_master_of(master: object, parameter: torch.Tensor) -> bool:
+def _is_master_of(master: torch.Tensor, subject: Subject) -> bool:
+    return _is_for(master, subject.parameter, torch.float32) or (
+        subject.splits_master and _is_for(master, subject.parameter, CORRECTION)
+    )
+
+
+def _is_for(master: object, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     return (
         isinstance(master, torch.Tensor)
         and is_sharded(master) is is_sharded(parameter)
-        and master.dtype is torch.float32
+        and master.dtype is dtype
         and local_of(master).shape == local_of(parameter).shape
         and master.layout is torch.strided
     )
+
+
+def joined(subject: Subject, correction: torch.Tensor) -> torch.Tensor:
+    """The master of which this is what the parameter lacks, where that is."""
+    return join(subject.own.detach().to(correction.device, torch.bfloat16), correction)
 
 
 def check(subject: Subject) -> None:

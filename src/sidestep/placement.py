@@ -23,7 +23,9 @@ class Placement:
         state: where state tensors rest between steps: ``"host"``, ``"device"`` (not offloaded) or ``"disk"``.
         step: where the update runs: ``"device"`` or ``"host"``.
         gradients: where gradients rest: ``"device"`` or ``"host"``.
-        master: ``torch.float32`` keeps an fp32 copy of a 16-bit parameter, to which the update is applied.
+        master: ``torch.float32`` keeps an fp32 copy of a 16-bit parameter, to which the update is applied; ``"split"``
+            keeps of it only the 16 bits that a bf16 parameter itself has not: half the bytes. The parameter is then
+            rounded with ties away from zero, not to even. (Of an fp16 parameter the whole master is kept.)
         state_dtype: the dtype in which floating state is kept at rest; ``None`` keeps the optimizer's own.
         min_elements: state tensors with fewer elements, and all scalars, stay where the optimizer put them.
 
@@ -34,7 +36,7 @@ class Placement:
     state: Rest = "host"
     step: Runs = "device"
     gradients: Runs = "device"
-    master: torch.dtype | None = None
+    master: torch.dtype | Literal["split"] | None = None
     state_dtype: torch.dtype | None = None
     min_elements: int = 4096
 
@@ -44,8 +46,10 @@ class Placement:
         _check_word("gradients", self.gradients, get_args(Runs))
         if self.state == "device" and self.step == "host":
             raise PlacementError('step="host" needs its state on the host: leave state="device" out, or step="host"')
-        if self.master not in (None, torch.float32):
-            raise PlacementError(f"master={self.master!r}: a master is torch.float32, or None for no master")
+        if self.master not in (None, torch.float32, "split"):
+            raise PlacementError(
+                f'master={self.master!r}: a master is torch.float32, or "split", or None for no master'
+            )
         if self.state_dtype is not None and not (
             isinstance(self.state_dtype, torch.dtype) and self.state_dtype.is_floating_point
         ):

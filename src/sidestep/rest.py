@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from sidestep.chunks import DECODABLE, ENCODED, Chunk, Piece, Subject, aligned
+from sidestep.chunks import CORRECTION, DECODABLE, ENCODED, MASTER, Chunk, Piece, Subject, aligned
+from sidestep.engine.codecs import split
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.leaves import Entries, Key, is_dense, is_strided, put, storage_of, tensor_at, tensors_of
+from sidestep.masters import joined
 from sidestep.shards import local_of
 
 
@@ -69,7 +71,7 @@ class StateAtRest:
             CapacityError: the host has no room.
         """
         wanted = [
-            Wanted(subject.parameter, name, _layout_like(subject, dtype), name in subject.encoded)
+            Wanted(subject.parameter, name, _layout_like(subject, dtype), is_encoded_as(subject, name, dtype))
             for subject in subjects
             for name, dtype in subject.predicted
             if self.get(subject.parameter, name) is None
@@ -149,7 +151,7 @@ class StateAtRest:
         for subject, key, value in strangers:
             home, layout = self.get(subject.parameter, key), home_layout(value, subject)
             if home is None or home.layout != layout:
-                wanted.append(Wanted(subject.parameter, key, layout, key in subject.encoded))
+                wanted.append(Wanted(subject.parameter, key, layout, is_encoded_as(subject, key, layout.dtype)))
         if wanted:
             self.make(device, wanted)
         for subject, key, value in strangers:
@@ -182,11 +184,10 @@ class StateAtRest:
         """
         for key, home in list(self.homes.get(subject.parameter, {}).items()):
             is_apt = home.layout == home_layout(home.tensor, subject)
-            is_decoded = home.is_encoded and key not in subject.encoded
+            is_decoded = home.is_encoded and not is_encoded_as(subject, key, home.layout.dtype)
             if not is_apt or is_decoded or home.slab.is_for_host != subject.is_host_stepped:
-                dtype = dtype_of(subject, key) if is_decoded else home.layout.dtype
                 if tensor_at(state, key) is home.tensor:  # or somebody has just put another there
-                    put(state, {key: home.tensor.to(dtype, copy=True)})
+                    put(state, {key: as_known(subject, key, home.tensor) if is_decoded else home.tensor.clone()})
                 self.drop(subject.parameter, key)
 
     def evict_strangers(self, state: dict[torch.Tensor, Entries]) -> None:
@@ -255,12 +256,29 @@ def dtype_of(subject: Subject, key: Key) -> torch.dtype:
     return subject.dtypes.get(key if isinstance(key, str) else "") or subject.stepped_dtype
 
 
+def is_encoded_as(subject: Subject, key: Key, dtype: torch.dtype) -> bool:
+    """Whether the entry is encoded at rest, in this dtype."""
+    if key == MASTER and subject.splits_master:
+        return dtype is CORRECTION
+    return key in subject.encoded and dtype is ENCODED
+
+
+def as_known(subject: Subject, key: Key, encoded: torch.Tensor) -> torch.Tensor:
+    """State that is encoded at rest as the optimizer knows it, where it is, in memory of its own."""
+    if encoded.dtype is CORRECTION and key == MASTER:
+        return joined(subject, encoded)
+    return encoded.to(dtype_of(subject, key), copy=True)
+
+
 def encode_strangers(subject: Subject, entries: Entries) -> None:
     """State that somebody has loaded, made or put there, and that is encoded at rest, rounded to the nearest."""
     for name in subject.encoded:
         value = tensor_at(entries, name)
         if value is not None and value.dtype in DECODABLE and may_rest(value, subject):
             put(entries, {name: value.to(ENCODED)})
+    master = local_of(entries.get(MASTER))
+    if subject.splits_master and master is not None and master.dtype is torch.float32:
+        put(entries, {MASTER: split(master)[1]})
 
 
 def may_rest(value: Any, subject: Subject) -> bool:
@@ -292,8 +310,8 @@ def bring_near(subject: Subject, entries: Entries) -> None:
             put(entries, {key: value.to(subject.steps_at)})
 
 
-def to_device(home: Home, address: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy of the tensor at rest, on the device, in ``dtype``. Blocks."""
+def to_device(home: Home, address: torch.device) -> torch.Tensor:
+    """A copy of the tensor at rest, on the device. Blocks."""
     target = torch.empty_strided(home.layout.shape, home.layout.stride, dtype=home.layout.dtype, device=address)
     memory_of(target).copy_(home.bytes())
-    return target if dtype is None else target.to(dtype)
+    return target

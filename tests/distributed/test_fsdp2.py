@@ -18,7 +18,7 @@ from sidestep.offloaded import OffloadedGradient
 from sidestep.shards import gradient_of
 from sidestep.testing import SimulatedDevice
 from tests import homemade, loops
-from tests.by_hand import HandKept, whole_state
+from tests.by_hand import HandKept, rounded_away, whole_state
 from tests.distributed.ranks import RankError, Ranks, mesh_of
 from tests.distributed.training import assert_same, backward, here, loss_of, outcome, rank, sharded_net
 from tests.loops import Wrap, assert_equal
@@ -253,8 +253,9 @@ def with_masters(step: str, mesh: tuple[int, ...], precision: dict[str, Any]) ->
             optimizer.step()
         return here({"model": model.state_dict(), "state": whole_state(optimizer)})
 
+    is_split = precision["master"] == "split"
     with SimulatedDevice("eager") as device:
-        expected = run(device, HandKept)
+        expected = run(device, lambda optimizer: HandKept(optimizer, rounded_away if is_split else None))
     for gradients in ("device", "host"):
         placed = P(min_elements=64, step=step, gradients=gradients, **precision)  # type: ignore[arg-type]
         with SimulatedDevice("random", seed=rank()) as device:
@@ -266,7 +267,8 @@ def with_masters(step: str, mesh: tuple[int, ...], precision: dict[str, Any]) ->
 @pytest.mark.parametrize("mesh", MESHES)
 def test_masters_are_those_kept_by_hand(ranks: dict[int, Ranks], mesh: str, step: str) -> None:
     count, shape = MESHES[mesh]
-    ranks[count].run(with_masters, step, shape, {"master": torch.float32})
+    for master in (torch.float32, "split"):
+        ranks[count].run(with_masters, step, shape, {"master": master})
 
 
 def encoded(step: str) -> Any:

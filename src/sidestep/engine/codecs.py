@@ -1,4 +1,4 @@
-"""How state is encoded at rest: in bf16, rounded stochastically.
+"""How state is encoded at rest: moments in bf16, rounded stochastically; masters as what their parameters lack.
 
 Moments change by little in each step, often by less than half the distance between neighbours in bf16: rounded to the
 nearest, they would stand still. Rounded up or down with the probability that keeps the mean, they follow on average.
@@ -12,7 +12,7 @@ import hashlib
 
 import torch
 
-from sidestep.chunks import ENCODED
+from sidestep.chunks import CORRECTION, ENCODED
 
 
 def key_of(*parts: object) -> int:
@@ -41,6 +41,24 @@ def encode(values: torch.Tensor, key: int, start: int = 0) -> torch.Tensor:
     encoded = torch.empty_strided(values.shape, values.stride(), dtype=ENCODED, device=values.device)
     encoded.as_strided((values.numel(),), (1,), 0).copy_(finite)
     return encoded
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An fp32 tensor as the nearest bf16 one, ties away from zero, and the lower 16 bits that undo the rounding.
+
+    Of all ways to round to the nearest, it is the one of which 16 bits are enough to undo it.
+    """
+    bits = master.view(torch.int32)
+    half = torch.isfinite(master).to(torch.int32) * 0x8000
+    return ((bits + half) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(CORRECTION)
+
+
+def join(upper: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+    """The fp32 tensor that ``split`` has taken apart, in memory of its own."""
+    lower = correction.to(torch.int32)
+    rounded_up = (lower & 0x8000) << 1
+    bits = (upper.view(torch.int16).to(torch.int32) << 16) - rounded_up
+    return (bits | (lower & 0xFFFF)).view(torch.float32)
 
 
 def random_bits(count: int, key: int, start: int, device: torch.device) -> torch.Tensor:
