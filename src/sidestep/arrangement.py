@@ -491,9 +491,9 @@ class Arrangement:
     def _watch_gradients(self, placed: Iterable[tuple[torch.nn.Parameter, Placement]]) -> None:
         chunk_bytes = self.chunk_bytes or self.settings.chunk_bytes or MAX_CHUNK_BYTES
         self.gradients.limit(self.settings.slots * chunk_bytes)
-        leaving = [parameter for parameter, placement in placed if placement.sends_gradient_of(parameter)]
+        leaving = {p: placement for p, placement in placed if placement.sends_gradient_of(p)}
         self._watches_gradients = bool(leaving)
-        self.gradients.watch(leaving)
+        self.gradients.watch(leaving, [p for p, placement in leaving.items() if placement.step == "host"])
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """A name for each parameter of the groups."""

@@ -20,6 +20,7 @@ from sidestep.engine.device import device_at
 from sidestep.engine.stores import HostStore
 from sidestep.engine.traffic import Traffic
 from sidestep.engine.transit import Arrival
+from sidestep.kernels import native
 from sidestep.leaves import is_dense, is_strided, storage_of
 from sidestep.offloaded import Content, OffloadedGradient, Shared
 from sidestep.ranks import has_ranks
@@ -81,13 +82,15 @@ class GradientsOnHost:
         self._shared = Shared(store, traffic)
         self.leave_late = False  # whether any had to wait for the end of backward
         self.stay: set[int] = set()  # ids of those of which others have the memory, too
+        self._added_on_host: set[int] = set()  # ids of those that the host accumulates
         self._late: dict[torch.Tensor, None] = {}
         self._tasks: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by the parameter's id: torch swaps none to which there is a weak reference
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
-    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """From now on the gradients of these, and of no others, leave their device."""
+    def watch(self, parameters: Iterable[torch.nn.Parameter], added_on_host: Iterable[torch.nn.Parameter] = ()) -> None:
+        """From now on the gradients of these, and of no others, leave their device; some the host accumulates."""
+        self._added_on_host = set(map(id, added_on_host))
         wanted = [p for p in parameters if p.requires_grad and p.is_leaf and not _is_fsdps_to_move(p)]
         for number in self._hooks.keys() - set(map(id, wanted)):
             self._hooks.pop(number).remove()
@@ -136,7 +139,8 @@ class GradientsOnHost:
         self.stay.discard(id(parameter))
         gradient: Any = gradient_of(parameter)
         with torch.no_grad():
-            content = Content(self._shared, gradient.detach().resolve_conj().resolve_neg())
+            kernels = native.best() if id(parameter) in self._added_on_host else None
+            content = Content(self._shared, gradient.detach().resolve_conj().resolve_neg(), kernels)
         stands_for = as_shard_of(parameter.grad, OffloadedGradient.of(content))
         parameter.grad = None
         if content.layout.dtype != parameter.dtype:

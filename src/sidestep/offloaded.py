@@ -8,7 +8,10 @@ host, by the same operation in the same dtype; so every number is that of a grad
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +26,8 @@ from sidestep.engine.device import device_at
 from sidestep.engine.stores import HostStore, TensorLayout
 from sidestep.engine.traffic import Traffic
 from sidestep.engine.transit import Arrival, Berth, Transit
+from sidestep.errors import SidestepError
+from sidestep.kernels.native import TYPES, Kernels
 from sidestep.leaves import is_dense, is_strided
 
 aten = torch.ops.aten
@@ -101,27 +106,37 @@ class Shared:
         return copied
 
 
+class Way:
+    """Memory on the host that is one gradient's for as long as this object lives, and the way to it."""
+
+    def __init__(self, transit: Transit, berth: Berth) -> None:
+        self.transit = transit
+        self.berth = berth
+        weakref.finalize(self, transit.give_back, berth).atexit = False
+
+
 class Content:
     """One gradient at rest on the host, with what is still to be done to it and what is known of it.
 
     If its parameter has moved to the host since, the content is at hand.
     """
 
-    def __init__(self, shared: Shared, tensor: torch.Tensor) -> None:
-        """``tensor``: dense."""
+    def __init__(self, shared: Shared, tensor: torch.Tensor, kernels: Kernels | None = None) -> None:
+        """``tensor``: dense. ``kernels``: with which the host accumulates; ``None``: the device does it."""
         self.shared = shared
+        self._kernels = kernels
         self.layout = TensorLayout.of(tensor)
         self.address = tensor.device
         self.dispatched_to = torch._C.TensorBase.device.__get__(tensor)  # what torch itself takes for its address
         self.noted: list[Noted] = []
         self._facts: dict[str, torch.Tensor] = {}
-        self._way: tuple[Transit, Berth] | None = None  # to the memory on the host; none if the content is at hand
+        self._made: list[float] | None = None  # if the host makes the content: the sum of its squares, once it has
+        self._is_as_made = False
+        self._way: Way | None = None  # to the memory on the host; none if the content is at hand
         self._at_hand: torch.Tensor | None = None
         transit = shared.transit_at(tensor.device)
         if transit is not None:
-            berth = transit.berth(tensor.nbytes)
-            weakref.finalize(self, transit.give_back, berth).atexit = False
-            self._way = transit, berth
+            self._way = Way(transit, transit.berth(tensor.nbytes))
         self.put(tensor)
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -130,51 +145,86 @@ class Content:
         if self._way is None:
             self._at_hand = tensor
         else:
-            transit, berth = self._way
-            transit.send(tensor, berth)
+            self._way.transit.send(tensor, self._way.berth)
         self.noted.clear()
-        self._facts = facts
+        self._facts, self._made = facts, None
+
+    def plus(self, tensor: torch.Tensor) -> Content | None:
+        """The sum of both, which the host makes as they arrive; ``None`` where the device must."""
+        is_alike = is_strided(tensor) and tensor.device == self.address and TensorLayout.of(tensor) == self.layout
+        if self._kernels is None or self._way is None or self.noted or not is_alike or tensor.dtype not in TYPES:
+            return None
+        made = copy.copy(self)
+        made.noted, made._facts, made._made, made._is_as_made = [], {}, [], True
+        add = functools.partial(_add, self._kernels, self.layout.dtype, self._made, made._made)
+        landing = self._way.transit.add(tensor.clone(), self._way.berth, add)  # which nobody else may write to
+        made._way = Way(self._way.transit, landing)
+        return made
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """The same in place. Returns whether it was done."""
+        made = self.plus(tensor)
+        if made is not None:
+            vars(self).update(vars(made))
+        return made is not None
+
+    def sum_of_squares(self) -> float | None:
+        """Of the elements, if the host has made them; for which the host waits."""
+        if self._made is None or self._way is None or not self._is_as_made:
+            return None
+        self._way.transit.finish_sum(self._way.berth)
+        return self._require_made()[0]
+
+    def _require_made(self) -> list[float]:
+        """Raise if it was to be made by the host worker, which has failed, and told so by now."""
+        if self._made == []:
+            raise SidestepError(
+                "this gradient is lost: the host worker failed to accumulate it. Call zero_grad() and go on"
+            )
+        return self._made or []
 
     def bring(self) -> torch.Tensor:
         """A copy on the device, with all that was noted done."""
         if self._way is None:
             assert self._at_hand is not None
             return self._do_noted(self._at_hand.clone())
-        transit, berth = self._way
+        transit = self._way.transit
         if self.is_zero:
             return self._do_noted(transit.empty(self.layout))
-        return self._do_noted(transit.finish(transit.begin(berth, self.layout)))
+        arrival = transit.begin(self._way.berth, self.layout)
+        self._require_made()
+        return self._do_noted(transit.finish(arrival))
 
     def begin(self, piece: Piece) -> Arrival | None:
         """Fetch a piece of it, flat if it is a slice; ``None`` where it must be brought whole, or not at all."""
         if self._way is None or self.is_zero or (piece.is_slice and not self._is_contiguous):
             return None
-        transit, berth = self._way
-        return transit.begin(berth, self._layout_of(piece), self._start_of(piece))
+        arrival = self._way.transit.begin(self._way.berth, self._layout_of(piece), self._start_of(piece))
+        self._require_made()
+        return arrival
 
     def finish(self, piece: Piece, arrival: Arrival | None) -> torch.Tensor:
         """The piece on the device, with all that was noted done."""
         if self._way is not None and arrival is not None:
-            return self._do_noted(self._way[0].finish(arrival))
+            return self._do_noted(self._way.transit.finish(arrival))
         if self._way is not None and self.is_zero:
-            return self._do_noted(self._way[0].empty(self._layout_of(piece)))
+            return self._do_noted(self._way.transit.empty(self._layout_of(piece)))
         return piece.part_of(self.bring())
 
     def abandon(self, arrival: Arrival | None) -> None:
         """Nobody will ``finish`` it."""
         if self._way is not None and arrival is not None:
-            self._way[0].abandon(arrival)
+            self._way.transit.abandon(arrival)
 
     def put_part(self, piece: Piece, tensor: torch.Tensor) -> None:
         """The update has changed this piece of the gradient. Who puts one slice puts all, the last one last."""
         if not piece.is_slice:
             self.put(tensor)
         elif self._way is not None and self._is_contiguous:
-            transit, berth = self._way
-            transit.send(tensor.contiguous(), berth, self._start_of(piece))
+            self._way.transit.send(tensor.contiguous(), self._way.berth, self._start_of(piece))
             if piece.stop == piece.subject.elements:
                 self.noted.clear()
-            self._facts.clear()
+            self.forget_facts()
 
     @property
     def _is_contiguous(self) -> bool:
@@ -199,8 +249,9 @@ class Content:
         if self._way is None:
             assert self._at_hand is not None
             return self._at_hand
-        transit, berth = self._way
-        return self.layout.view_of(transit.read(berth))
+        memory = self._way.transit.read(self._way.berth)
+        self._require_made()
+        return self.layout.view_of(memory)
 
     def factor(self) -> float | None:
         """By what it is still to be multiplied, if nothing else was noted; for which the host may wait."""
@@ -225,6 +276,7 @@ class Content:
     def forget_facts(self) -> None:
         """The content was changed where it rests."""
         self._facts.clear()
+        self._is_as_made = False
 
     def note(self, noted: Noted) -> None:
         """Do this when the content is next needed.
@@ -236,7 +288,7 @@ class Content:
         if noted.function in _ZEROING:
             self.noted.clear()
         self.noted.append(noted)
-        self._facts.clear()
+        self.forget_facts()
 
     @property
     def is_zero(self) -> bool:
@@ -249,6 +301,20 @@ class Content:
         if key not in self._facts:
             self._facts[key] = compute(self.bring())
         return self._facts[key].clone()
+
+
+def _add(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    other_made: list[float] | None,
+    made: list[float],
+    total: torch.Tensor,
+    other: torch.Tensor,
+) -> None:
+    """On the host worker. ``other_made``: empty if the other one was to be made there, too, but that has failed."""
+    if other_made == []:
+        raise SidestepError("the gradient so far is lost")
+    made.append(kernels.add(total.view(dtype), other.view(dtype)))
 
 
 class OffloadedGradient(torch.Tensor):
@@ -374,6 +440,7 @@ def _refuse_address() -> NoReturn:
 _foreach_supported_types.append(OffloadedGradient)  # so that clipping takes the way that it takes for plain ones
 
 _MULTIPLYING = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor}
+_ADDING = {aten.add.Tensor, aten.add_.Tensor}
 _ZEROING = {aten.zero_.default, aten._foreach_zero_.default}
 _NOTABLE = {
     overload
@@ -401,11 +468,25 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, *others = args
         if _is_done_unseen(func, first, others, kwargs):
             return _unseen(func, first, others, kwargs, {})
+        if func in _ADDING and first.is_whole and len(others) == 1 and not kwargs:
+            total = _added(func, first, others[0])
+            if total is not None:
+                return total
         if func is aten.detach.default:
             return OffloadedGradient.of(first.content, first._views)
         if _is_view(func):
             return _view(func, first, others, kwargs)
     return _with_content_at_hand(func, args, kwargs)
+
+
+def _added(func: Any, gradient: OffloadedGradient, other: Any) -> OffloadedGradient | None:
+    """The sum that accumulating makes, if the host makes it."""
+    if not isinstance(other, torch.Tensor):
+        return None
+    if func is aten.add_.Tensor:
+        return gradient if gradient.content.add(other) else None
+    total = gradient.content.plus(other)
+    return None if total is None else OffloadedGradient.of(total)
 
 
 def _is_done_unseen(func: Any, gradient: OffloadedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -427,6 +508,10 @@ def _unseen(
     if func in _NOTABLE:
         gradient.content.note(Noted(func, _copies(tuple(others), copies), kwargs))
         return gradient
+
+    squares = gradient.content.sum_of_squares() if _order_of(others) == 2 else None
+    if squares is not None:
+        return torch.full((), math.sqrt(squares), dtype=gradient.dtype, device=gradient.device)
 
     def norm(tensor: torch.Tensor) -> Any:
         return func([tensor], *others, **kwargs)[0] if _takes_lists(func) else func(tensor, *others, **kwargs)
@@ -473,19 +558,28 @@ def _copies(arguments: Any, made: dict[int, torch.Tensor]) -> Any:
     return tree_map(copied, arguments)
 
 
+def _order_of(others: Sequence[Any]) -> Any:
+    """Of the norm that these arguments ask for."""
+    return (*others, 2.0)[0]
+
+
 def _is_norm(func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it is a norm of a whole gradient in its own dtype, which can be asked of any other, too."""
     if func not in _NORMS:
         return False
     has_defaults = all(value in (None, False) for value in (*others[1:], *kwargs.values()))
-    return has_defaults and isinstance((*others, 2.0)[0], (int, float))
+    return has_defaults and isinstance(_order_of(others), (int, float))
 
 
 def _check_and_unscale(
     content: Content, found_inf: torch.Tensor, inverse_scale: torch.Tensor, copies: dict[int, torch.Tensor]
 ) -> None:
     noted = Noted(_CHECK_AND_UNSCALE, _copies((found_inf, inverse_scale), copies), {})  # nobody reads that found_inf
-    is_bad = content.fact("not finite", _non_finite)
+    squares = content.sum_of_squares()
+    if squares is None:
+        is_bad = content.fact("not finite", _non_finite)
+    else:
+        is_bad = torch.full((), float(not math.isfinite(squares)), device=content.address)
     found_inf.copy_(torch.maximum(found_inf, is_bad.reshape(found_inf.shape)))
     content.note(noted)
 

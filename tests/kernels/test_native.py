@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -326,6 +327,41 @@ def test_moments_in_bf16_are_rounded_as_the_codec_rounds(kernels: Kernels, start
         for moment, key, own in zip(moments, keys, encoded, strict=True):
             signed = key - 2**32 if key >= 2**31 else key
             assert torch.equal(own, codecs.encode(moment, signed, start))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 7, 1024, 65_537, 200_003])
+def test_a_sum_is_torchs_and_its_squares_come_with_it(kernels: Kernels, dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(count)
+    total, other = (torch.randn(count + 3).mul_(1000).to(dtype)[3:] for _ in range(2))
+    expected = total + other
+    squares = kernels.add(total, other)
+    assert torch.equal(total, expected)
+    exact = float((expected.double() ** 2).sum())
+    assert squares == pytest.approx(exact, rel=1e-13)
+
+
+def test_a_sum_and_its_squares_do_not_depend_on_the_number_of_threads(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    total, other = torch.randn(2, 300_001)
+    found = []
+    for threads in ("1", "2", "3", "7"):
+        monkeypatch.setenv("SIDESTEP_THREADS", threads)
+        copied = total.clone()
+        found.append((kernels.add(copied, other), copied))
+    assert {squares for squares, _ in found} == {found[0][0]}
+    assert all(torch.equal(copied, total + other) for _, copied in found)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_squares_tell_of_what_is_not_finite(kernels: Kernels, bad: float) -> None:
+    total, other = torch.zeros(2, 70_000)
+    other[69_999] = bad
+    assert not math.isfinite(kernels.add(total, other))
+    large = torch.full((5,), 3e38)
+    assert math.isfinite(kernels.add(torch.zeros(5), large))
 
 
 def test_every_level_of_this_machine_was_built(kernels: Kernels) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -489,3 +490,115 @@ def test_pieces_have_the_size_that_the_source_says() -> None:
     import ctypes
 
     assert (ctypes.sizeof(Rule), ctypes.sizeof(Piece)) == (56, 112)
+
+
+# Gradients that the host accumulates.
+
+ON_HOST = PLACEMENTS["step, gradients"]
+
+
+class OwnSgd(torch.optim.SGD):
+    """Of which kernels know nothing: they only add its gradients."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"slots": 1, "chunk_bytes": 2**14}], ids=str)
+def test_gradients_accumulated_on_the_host_have_plains_bits(
+    with_kernels: None, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        model = net_on(device).to(dtype)
+        wrapped = wrap(OwnSgd(model.parameters(), lr=0.1), ON_HOST)
+        seen = []
+        for step in range(3):
+            for micro in range(3):
+                loops.loss_of(model, 3 * step + micro).backward()
+            seen.append(copied([p.grad for p in model.parameters()]) if step == 1 else None)
+            if isinstance(wrapped, sidestep.OffloadOptimizer) and step == 0:
+                assert wrapped.report().moved_bytes["gradients_to_device"] == 0
+            wrapped.step()
+            wrapped.zero_grad()
+        return outcome(model, wrapped), seen
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no master")
+        assert_same_as_plain(run, **BRIEFLY, **settings)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_an_accumulated_gradient_comes_with_the_sum(
+    with_kernels: None, dtype: torch.dtype, norm_type: float
+) -> None:
+    def norms(wrap: Wrap) -> tuple[torch.Tensor, Any]:
+        with SimulatedDevice("random", seed=1) as device:
+            model = net_on(device).to(dtype)
+            wrapped = wrap(OwnSgd(model.parameters(), lr=0.1), P(min_elements=64, step="host", gradients="host"))
+            for micro in range(3):
+                loops.loss_of(model, micro).backward()
+            found = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type).cpu()
+            moved = wrapped.report().moved_bytes if isinstance(wrapped, sidestep.OffloadOptimizer) else None
+            wrapped.step()
+            return found, (moved, outcome(model, wrapped))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no master")
+        expected, (_, plain) = norms(loops.plain)
+        found, (moved, ours) = norms(loops.offloaded)
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    assert (moved["gradients_to_device"] == 0) == (norm_type == 2.0)
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_scaler_sees_what_is_not_finite_in_a_sum(with_kernels: None, unscales: bool) -> None:
+    with SimulatedDevice("random", seed=1) as device:
+        model = net_on(device)
+        optimizer = loops.offloaded(OPTIMIZERS["AdamW"](model.parameters()), ON_HOST)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step in range(3):
+            for micro in range(2):
+                loops.scaled_backward(scaler, model, 2 * step + micro, is_bad=step == micro == 1)
+            if unscales:
+                scaler.unscale_(optimizer)
+            before = copied(list(model.parameters()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert all(map(torch.equal, copied(list(model.parameters())), before)) == (step == 1)
+        assert optimizer.report().skipped_steps == 1
+
+
+def test_a_sum_that_the_worker_failed_to_make_is_told_and_not_used(
+    with_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Kernels.add
+    failing = [True]
+
+    def failed(self: Kernels, total: torch.Tensor, other: torch.Tensor) -> float:
+        if failing.pop() if failing else False:
+            raise MemoryError("struck")
+        return add(self, total, other)
+
+    monkeypatch.setattr(Kernels, "add", failed)
+    with SimulatedDevice("lazy") as device:
+        model = net_on(device)
+        optimizer = loops.offloaded(OwnSgd(model.parameters(), lr=0.1), ON_HOST)
+        before = copied(list(model.parameters()))
+        for micro in range(3):
+            loops.loss_of(model, micro).backward()
+        weights = [p for p in model.parameters() if p.numel() >= 64]
+        with pytest.raises(MemoryError, match="struck"):
+            nn.utils.clip_grad_norm_(weights, 1.0)
+        lost = 0
+        for parameter in weights:
+            try:
+                copied(parameter.grad)
+            except sidestep.SidestepError as error:
+                lost += "is lost" in str(error)
+        assert lost > 0
+        assert_equal(copied(list(model.parameters())), before)
+        optimizer.zero_grad()
+        loops.train(model, optimizer, range(2))
+        assert not any(map(torch.equal, copied(list(model.parameters())), before))

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import sidestep
-from sidestep.engine.sites import HAZARDS
+from sidestep.engine.sites import (
+    ADDITION_WAITS_DEPARTURE,
+    ARRIVAL_WAITS_ADDITION,
+    DEPARTURE_WAITS_ADDITION,
+    HAZARDS,
+    HOST_READS_SUM,
+)
+from sidestep.errors import SidestepError
+from sidestep.kernels import native
 from sidestep.testing import SimulatedDevice
 
 STEPS = 6
@@ -115,6 +123,28 @@ def leaving_for_good(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return leaving(device, offloaded, "host")
 
 
+class _OwnSgd(torch.optim.SGD):
+    """Of which kernels know nothing: its own step runs."""
+
+
+def accumulated(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """The host accumulates gradients, which are read between the passes, and has little memory for it."""
+    parameters = parameters_on(device)
+    optimizer: torch.optim.Optimizer = _OwnSgd(parameters, lr=1e-2, momentum=0.9)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SIDESTEP_KERNELS", raising=False)
+        if offloaded:
+            optimizer = offload(optimizer, placed={"gradients": "host", "step": "host"}, slots=1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for micro in range(3):
+                sum(parameter.pow(2).sum() * (micro + 1) for parameter in parameters).backward()  # type: ignore[union-attr]
+                seen.append((parameters[(step + micro) % 4].grad * 2).cpu())  # type: ignore[operator]
+            optimizer.step()
+        return numbers(parameters, optimizer) + seen
+
+
 def read_aside(device: SimulatedDevice, offloaded: bool) -> Numbers:
     """Another stream reads a gradient, which makes way for the next meanwhile."""
     parameters = parameters_on(device)
@@ -188,7 +218,8 @@ def abandoned(device: SimulatedDevice, offloaded: bool) -> Numbers:
 
 
 LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, whole, looked_at, abandoned]
-LOOPS += [leaving, leaving_for_good, read_aside]
+LOOPS += [leaving, leaving_for_good, read_aside, accumulated]
+OF_KERNELS = [DEPARTURE_WAITS_ADDITION, ADDITION_WAITS_DEPARTURE, ARRIVAL_WAITS_ADDITION, HOST_READS_SUM]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +236,10 @@ def is_right(loop: Loop, schedule: str, seed: int, expected: Numbers, **mutation
         warnings.simplefilter("ignore")
         with SimulatedDevice(schedule=schedule, seed=seed, deleted_waits=mutation.get("deleted_waits", ())) as device:  # type: ignore[arg-type]
             device.deleted_releases = bool(mutation.get("deleted_releases", False))
-            found = loop(device, True)
+            try:
+                found = loop(device, True)
+            except SidestepError:
+                return False
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
@@ -217,7 +251,9 @@ def test_nothing_deleted(loop: Loop, expected: dict[Loop, Numbers]) -> None:
 
 @pytest.mark.parametrize("site", HAZARDS)
 def test_a_deleted_wait_does_damage(site: str, expected: dict[Loop, Numbers]) -> None:
-    for loop in LOOPS:
+    if site in OF_KERNELS and native.load("baseline") is None:
+        pytest.skip("no kernels were built: there was no C++ compiler")
+    for loop in [accumulated] if site in OF_KERNELS else LOOPS:
         for schedule, seed in SCHEDULES:
             if not is_right(loop, schedule, seed, expected[loop], deleted_waits=[site]):
                 return

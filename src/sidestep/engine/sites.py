@@ -19,6 +19,10 @@ FORWARD_WAITS_RETURNED = "forward waits for returned parameters"
 HOST_READS_OUTBOUND = "host reads outbound"
 DEPARTURE_WAITS_GRADIENT = "departure waits for gradient"
 DEPARTURE_WAITS_ARRIVAL = "departure waits for arrival"
+DEPARTURE_WAITS_ADDITION = "departure waits for addition"
+ADDITION_WAITS_DEPARTURE = "addition waits for departure"
+ARRIVAL_WAITS_ADDITION = "arrival waits for addition"
+HOST_READS_SUM = "host reads sum of gradients"
 BACKWARD_WAITS_DEPARTURE = "backward waits for departed gradient"
 ARRIVAL_WAITS_DEPARTURE = "arrival waits for departure"
 ARRIVAL_WAITS_MEMORY = "arrival waits for gradient memory"
@@ -44,6 +48,10 @@ HAZARDS: dict[str, str] = {
     HOST_READS_OUTBOUND: "the host would update with gradients and parameters that have not arrived",
     DEPARTURE_WAITS_GRADIENT: "a gradient would be copied out before backward has computed it",
     DEPARTURE_WAITS_ARRIVAL: "a gradient's host memory would be overwritten while a stream still fetches from it",
+    DEPARTURE_WAITS_ADDITION: "a gradient's host memory would be overwritten while the host worker still adds from it",
+    ADDITION_WAITS_DEPARTURE: "the host worker would add a gradient that has not arrived",
+    ARRIVAL_WAITS_ADDITION: "a sum of gradients would be fetched before the host worker has made it",
+    HOST_READS_SUM: "the host would read, or change, a sum of gradients that the host worker has not made",
     BACKWARD_WAITS_DEPARTURE: "backward would reuse the memory of a gradient that has not been copied out",
     ARRIVAL_WAITS_DEPARTURE: "a gradient would be fetched from the host before it has arrived there",
     ARRIVAL_WAITS_MEMORY: "a gradient would be fetched into memory that earlier work of the stream still uses",

@@ -1,5 +1,7 @@
 """Gradients on their way to the host, and back: which memory they have there, and which order guards it.
 
+Where the host is to accumulate, a gradient lands beside the one that is there, and a host worker adds the two.
+
 On the way out a gradient keeps its device memory until the copy is done, but all of them together never more than a
 limit: then the stream that wants to go on waits for the oldest.
 """
@@ -7,7 +9,9 @@ limit: then the stream that wants to go on waits for the oldest.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 import torch
 
@@ -24,6 +28,7 @@ class Berth:
     memory: torch.Tensor  # (bytes,) uint8, page-locked if it could be
     departed: Event | None = None  # the gradient that was last sent is there
     fetched: Event | None = None  # nobody fetches from it any more
+    added: Event | None = None  # the host worker is done with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +51,21 @@ class Transit:
         self._fetch = device.new_stream("fetch")
         self._evict = device.new_stream("evict")
         self._departing: deque[tuple[torch.Tensor, Event, Stream]] = deque()
-        self._spare: defaultdict[int, list[Berth]] = defaultdict(list)
+        self._spare: defaultdict[int, deque[Berth]] = defaultdict(deque)
+        self._worker: Stream | None = None
+        self._landing_bytes = 0  # host memory so that gradients need not wait for the worker
 
     def berth(self, byte_count: int) -> Berth:
-        """Host memory for a gradient of this size: such as another has given back, or new."""
+        """Host memory for a gradient of this size: such as another has given back, or new.
+
+        The one that was given back first, with which the worker is done soonest; as long as it may be at work in that,
+        and landings have no more than their limit, rather a new one.
+        """
         spare = self._spare[byte_count]
-        if spare:
-            return spare.pop()
-        return Berth(self._store.staging(self.device, byte_count))
+        if spare and spare[0].added is not None and self._landing_bytes + byte_count <= self.limit_bytes:
+            self._landing_bytes += byte_count
+            return Berth(self._store.staging(self.device, byte_count))
+        return spare.popleft() if spare else Berth(self._store.staging(self.device, byte_count))
 
     def give_back(self, berth: Berth) -> None:
         """Nobody stands for this memory any more."""
@@ -61,6 +73,7 @@ class Transit:
 
     def send(self, tensor: torch.Tensor, berth: Berth, start_bytes: int = 0) -> None:
         """Copy out a dense gradient, or its part that begins at this byte. Its device memory is kept meanwhile."""
+        self._finish_addition(berth, sites.DEPARTURE_WAITS_ADDITION)
         current = self.device.current_stream()
         self._wait(self._evict, self.device.record(current), sites.DEPARTURE_WAITS_GRADIENT)
         if berth.fetched is not None:
@@ -73,6 +86,33 @@ class Transit:
         while self.held_bytes > self.limit_bytes:
             self._let_go()
 
+    def add(self, tensor: torch.Tensor, berth: Berth, add: Callable[[torch.Tensor, torch.Tensor], None]) -> Berth:
+        """Send a dense gradient out, and let the host add to it, where it lands, the one that is in ``berth``.
+
+        ``add(total, other)``: does that, to (bytes,) uint8 each, on the host worker. Returns where the sum will be.
+        """
+        landing = self.berth(tensor.nbytes)
+        self.send(tensor, landing)
+        if self._worker is None:
+            self._worker = self.device.new_stream("worker", host=True)
+        assert landing.departed is not None
+        self._traffic.waits[sites.ADDITION_WAITS_DEPARTURE] += 1  # by then the other one, sent before, has arrived too
+        self.device.wait(self._worker, landing.departed, site=sites.ADDITION_WAITS_DEPARTURE)
+        self.device.launch(self._worker, functools.partial(add, landing.memory, berth.memory))
+        landing.added = berth.added = self.device.record(self._worker)
+        return landing
+
+    def _finish_addition(self, berth: Berth, site: str) -> None:
+        """Block the host until the worker is done with this memory: a device stream cannot wait for it."""
+        if berth.added is not None:
+            self._traffic.waits[site] += 1
+            self.device.synchronize(berth.added, site=site)
+            berth.added = None
+
+    def finish_sum(self, berth: Berth) -> None:
+        """Block the host until the sum is there."""
+        self._finish_addition(berth, sites.HOST_READS_SUM)
+
     def settle(self) -> None:
         """Let go of all gradients that are on their way out: what uses their memory next waits."""
         while self._departing:
@@ -80,6 +120,7 @@ class Transit:
 
     def begin(self, berth: Berth, layout: TensorLayout, start_bytes: int = 0) -> Arrival:
         """Fetch a gradient, or the part of it that begins at this byte."""
+        self._finish_addition(berth, sites.ARRIVAL_WAITS_ADDITION)
         tensor = self.empty(layout)
         self._wait(self._fetch, self.device.record(self.device.current_stream()), sites.ARRIVAL_WAITS_MEMORY)
         if berth.departed is not None:
@@ -104,6 +145,7 @@ class Transit:
 
     def read(self, berth: Berth) -> torch.Tensor:
         """The host memory, (bytes,) uint8, once the gradient is there and nobody fetches it. Blocks the host."""
+        self._finish_addition(berth, sites.HOST_READS_SUM)
         for event in (berth.departed, berth.fetched):
             if event is not None:
                 self._traffic.waits[sites.HOST_READS_DEPARTED] += 1
@@ -113,6 +155,7 @@ class Transit:
     def forget_spare(self) -> None:
         """Give host memory back that no gradient has."""
         self._spare.clear()
+        self._landing_bytes = 0
 
     def _let_go(self) -> None:
         tensor, departed, stream = self._departing.popleft()

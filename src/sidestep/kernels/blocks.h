@@ -25,6 +25,7 @@ namespace sidestep {
 
 constexpr int64_t kBlock = 1024;  // elements
 constexpr int64_t kLine = 64;     // bytes
+constexpr int64_t kSquares = 64 * kBlock;  // elements of which squares are summed together
 
 enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 

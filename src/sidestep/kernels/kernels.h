@@ -301,6 +301,30 @@ void update_piece(const Rule& rule, const Piece& piece, int64_t begin, int64_t e
   }
 }
 
+// Adds, and returns the sum of the squares of the sums. Eight lanes, whatever the instruction set has, so that they are
+// added up in one order; squares of fp32 numbers are exact in double precision, with a fused multiply-add or without.
+double add(void* total, const void* other, int32_t type, int64_t begin, int64_t count) {
+  constexpr int64_t kLanes = 8;
+  alignas(64) float sum[kBlock], more[kBlock];
+  double lanes[kLanes] = {};
+  for (int64_t start = begin; start < begin + count; start += kBlock) {
+    const int64_t length = std::min(kBlock, begin + count - start);
+    load(sum, total, type, start, length);
+    load(more, other, type, start, length);
+    for (int64_t i = 0; i < length; ++i) sum[i] += more[i];
+    store(total, sum, type, start, length);
+    if (type != kFloat32) load(sum, total, type, start, length);  // as they were rounded
+    std::fill(sum + length, sum + kBlock, 0.0f);
+    for (int64_t i = 0; i < kBlock; i += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const double value = sum[i + lane];
+        lanes[lane] += value * value;
+      }
+    }
+  }
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
 }  // namespace
 }  // namespace sidestep
 
@@ -325,6 +349,17 @@ SIDESTEP_EXPORT void sidestep_update(const sidestep::Rule* rule, const sidestep:
     }
   }
   sidestep::finish_streams();
+}
+
+// `total` += `other`, elements [begin, end), of one type; and of each `kSquares` elements, in the order of memory, the sum of
+// the squares of what `total` then has. `begin` is a multiple of `kSquares`.
+SIDESTEP_EXPORT void sidestep_add(void* total, const void* other, int32_t type, int64_t begin, int64_t end,
+                                  double* squares) {
+  const sidestep::DefaultArithmetic arithmetic;
+  for (int64_t start = begin; start < end; start += sidestep::kSquares) {
+    const int64_t count = std::min(sidestep::kSquares, end - start);
+    squares[start / sidestep::kSquares] = sidestep::add(total, other, type, start, count);
+  }
 }
 
 // Of the structures' sizes: a library that was built from other sources does not fit.

@@ -35,6 +35,9 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CUT_ELEMENTS = 1024
 """Threads have parts of at least so many elements, and of multiples of it."""
 
+SQUARES_ELEMENTS = 64 * 1024
+"""Of so many elements the squares are summed together: ``kSquares`` in ``blocks.h``."""
+
 LEAST_ELEMENTS = 32 * 1024
 """For a thread: with fewer it takes longer to wake it."""
 
@@ -89,6 +92,23 @@ class Kernels:
 
         run_in_parallel(run, total, at_least=LEAST_ELEMENTS, multiple_of=CUT_ELEMENTS)
 
+    def add(self, total: torch.Tensor, other: torch.Tensor) -> float:
+        """``total += other``, and the sum of the squares of what ``total`` then has, in one pass over memory.
+
+        Each sum is rounded as torch rounds it; squares are summed in double precision, on any number of threads alike.
+
+        Args:
+            total: dense, on the host, of one of ``TYPES``.
+            other: of the same dtype and layout.
+        """
+        squares = (ctypes.c_double * max(1, -(-total.numel() // SQUARES_ELEMENTS)))()
+
+        def run(begin: int, end: int) -> None:
+            self.library.sidestep_add(total.data_ptr(), other.data_ptr(), TYPES[total.dtype], begin, end, squares)
+
+        run_in_parallel(run, total.numel(), at_least=SQUARES_ELEMENTS, multiple_of=SQUARES_ELEMENTS)
+        return sum(squares)
+
 
 @functools.cache
 def load(level: str) -> Kernels | None:
@@ -105,11 +125,13 @@ def _load(level: str, path: Path) -> Kernels | None:
         library = ctypes.CDLL(str(path))
     except OSError:  # made for another machine
         return None
-    if not hasattr(library, "sidestep_layout") or library.sidestep_layout() != _LAYOUT:
+    if not hasattr(library, "sidestep_add") or library.sidestep_layout() != _LAYOUT:
         return None  # built from other sources
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.sidestep_update.argtypes = [pointer, pointer, number, number, number]
     library.sidestep_update.restype = None
+    library.sidestep_add.argtypes = [pointer, pointer, ctypes.c_int32, number, number, pointer]
+    library.sidestep_add.restype = None
     library.sidestep_level.argtypes = []
     library.sidestep_level.restype = ctypes.c_int32
     return Kernels(level, library)
