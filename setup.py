@@ -43,7 +43,11 @@ setup(
         Extension(
             f"sidestep.kernels._{level}",
             [f"src/sidestep/kernels/{level}.cpp"],
-            depends=["src/sidestep/kernels/kernels.h", "src/sidestep/kernels/blocks.h"],
+            depends=[
+                "src/sidestep/kernels/kernels.h",
+                "src/sidestep/kernels/lanes.h",
+                "src/sidestep/kernels/numbers.h",
+            ],
             language="c++",
             optional=True,
         )

@@ -102,6 +102,23 @@ def kernel_routes(count: int) -> list[Route]:
     ]
 
 
+def accumulation_routes(count: int) -> list[Route]:
+    """A bf16 gradient added to the sum so far, and the norm of the new sum."""
+    from sidestep.kernels import native
+
+    kernels = native.best()
+    assert kernels is not None, native.why_none()
+    total, other = torch.zeros(count, dtype=torch.bfloat16), torch.randn(count).bfloat16()
+
+    def in_passes() -> torch.Tensor:
+        return torch.linalg.vector_norm(total.add_(other))
+
+    return [
+        Route("Sidestep, sum and norm of bf16 gradients", lambda: kernels.add(total, other), 6, count),
+        Route("torch, sum, then norm, of bf16 gradients", in_passes, 8, count),
+    ]
+
+
 def peer_routes(name: str, make: Callable[[list[torch.nn.Parameter]], Any], count: int) -> list[Route]:
     """Another's AdamW, with the conversions that it needs: as ZeRO-Offload makes them, for DeepSpeed's."""
     master = torch.nn.Parameter(torch.randn(count))
@@ -260,6 +277,7 @@ def main() -> None:
             lambda: [
                 probe(given.parameters),
                 *kernel_routes(given.parameters),
+                *accumulation_routes(given.parameters),
                 *(route for peer in peers().items() for route in peer_routes(*peer, given.parameters)),
             ],
         ),
@@ -290,6 +308,8 @@ def report(results: dict[str, Any], given: argparse.Namespace) -> str:
     ):
         against = " | ".join(ratio(mixed, own, peer.format(kind)) for peer in others)
         rows.append(f"| {own} | {against} |")
+    own, others_own = (f"{who} of bf16 gradients" for who in ("Sidestep, sum and norm", "torch, sum, then norm,"))
+    rows.append(f"| {own} | {ratio(mixed, own, others_own)} (two passes) | |")
     return "\n".join(
         [
             "# The step on the host\n",

@@ -489,7 +489,7 @@ def test_without_a_compiler_it_is_said_once(with_kernels: None, monkeypatch: pyt
 def test_pieces_have_the_size_that_the_source_says() -> None:
     import ctypes
 
-    assert (ctypes.sizeof(Rule), ctypes.sizeof(Piece)) == (56, 112)
+    assert (ctypes.sizeof(Rule), ctypes.sizeof(Piece)) == (56, 104)
 
 
 # Gradients that the host accumulates.
@@ -595,7 +595,7 @@ def test_a_sum_that_the_worker_failed_to_make_is_told_and_not_used(
         for parameter in weights:
             try:
                 copied(parameter.grad)
-            except sidestep.SidestepError as error:
+            except sidestep.SidestepError as error:  # noqa: PERF203 - each is another gradient
                 lost += "is lost" in str(error)
         assert lost > 0
         assert_equal(copied(list(model.parameters())), before)

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "blocks.h"
+#include "numbers.h"
 
 #if defined(__clang__)
 #define SIDESTEP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
@@ -31,7 +31,7 @@ namespace sidestep {
 struct Rule {
   int32_t kind;           // 0 Adam, 1 SGD, 2 Lion
   int32_t gradient_type;  // Type
-  int32_t value_type;     // Type, of `values` and `outgoing`
+  int32_t value_type;     // Type; of 16 bits only with a master, or a correction
   int32_t moment_type;    // Type, fp32 or bf16
   int32_t is_amsgrad;
   int32_t is_nesterov;
@@ -50,8 +50,7 @@ struct Piece {
   int64_t count;         // elements
   int64_t start;         // index of the first of them in its parameter
   const void* gradient;
-  void* values;          // read; written unless there is `outgoing`
-  void* outgoing;        // where the new values go instead
+  void* values;
   float* master;         // of the values
   uint16_t* correction;  // the lower half of the master of which the values are the upper half, rounded
   void* moments[3];
@@ -66,264 +65,265 @@ namespace {
 
 // How a piece's values lie in memory: `load` gives them in fp32, `store` writes what has become of them.
 
+template <class Lanes>
 struct Float32Values {
-  explicit Float32Values(const Piece& piece, void* to, int64_t start)
-      : from(static_cast<const float*>(piece.values) + start), to(static_cast<float*>(to)) {}
-  SIDESTEP_INLINE float load(int64_t i) const { return from[i]; }
-  SIDESTEP_INLINE void store(int64_t i, float value) const { to[i] = value; }
-  const float* from;
-  float* to;
+  using Floats = typename Lanes::Floats;
+  explicit Float32Values(const Piece& piece) : at(static_cast<float*>(piece.values)) {}
+  SIDESTEP_INLINE Floats load(int64_t i) const { return Lanes::load(at + i); }
+  SIDESTEP_INLINE void store(int64_t i, Floats value) const { Lanes::store(at + i, value); }
+  float* at;
 };
 
-struct BFloat16 {
-  SIDESTEP_INLINE static float decode(uint16_t value) { return from_bfloat16(value); }
-  SIDESTEP_INLINE static uint16_t encode(float value) { return to_bfloat16(value); }
-};
-
-struct Float16 {
-  SIDESTEP_INLINE static float decode(uint16_t value) { return from_float16(value); }
-  SIDESTEP_INLINE static uint16_t encode(float value) { return to_float16(value); }
-};
-
-template <class Short>
-struct ShortValues {
-  explicit ShortValues(const Piece& piece, void* to, int64_t start)
-      : from(static_cast<const uint16_t*>(piece.values) + start), to(static_cast<uint16_t*>(to)) {}
-  SIDESTEP_INLINE float load(int64_t i) const { return Short::decode(from[i]); }
-  SIDESTEP_INLINE void store(int64_t i, float value) const { to[i] = Short::encode(value); }
-  const uint16_t* from;
-  uint16_t* to;
-};
-
-// The master, if it still rounds to the values, and else the values, as somebody has written them.
-template <class Short>
-struct MasteredValues {
-  explicit MasteredValues(const Piece& piece, void* to, int64_t start)
-      : from(static_cast<const uint16_t*>(piece.values) + start),
-        to(static_cast<uint16_t*>(to)),
-        master(piece.master + start) {}
-  SIDESTEP_INLINE float load(int64_t i) const {
-    const float kept = master[i];
-    const uint16_t value = from[i];
-    const float written = Short::decode(value);
-    return Short::encode(kept) == value ? kept : written;
+// The master, if it still rounds to the values, and else the values, as somebody has written them. If the master is NaN,
+// it does not matter what it is compared with: its value is NaN, too.
+template <class Lanes>
+struct BFloat16Values {
+  using Floats = typename Lanes::Floats;
+  using Words = typename Lanes::Words;
+  explicit BFloat16Values(const Piece& piece) : at(static_cast<uint16_t*>(piece.values)), master(piece.master) {}
+  SIDESTEP_INLINE Floats load(int64_t i) const {
+    const Words kept = Lanes::bits_of(Lanes::load(master + i)), written = Lanes::load(at + i) << 16;
+    const Words difference = (Numbers<Lanes>::rounded(kept) ^ written) & 0xFFFF0000u;
+    return Lanes::float_of(Lanes::select(difference == 0u, kept, written));
   }
-  SIDESTEP_INLINE void store(int64_t i, float value) const {
-    master[i] = value;
-    to[i] = Short::encode(value);
+  SIDESTEP_INLINE void store(int64_t i, Floats value) const {
+    Lanes::store(master + i, value);
+    Lanes::store(at + i, Numbers<Lanes>::to_bfloat16(value));
   }
-  const uint16_t* from;
-  uint16_t* to;
+  uint16_t* at;
+  float* master;
+};
+
+template <class Lanes>
+struct Float16Values {
+  using Floats = typename Lanes::Floats;
+  using Words = typename Lanes::Words;
+  explicit Float16Values(const Piece& piece) : at(static_cast<uint16_t*>(piece.values)), master(piece.master) {}
+  SIDESTEP_INLINE Floats load(int64_t i) const {
+    const Floats kept = Lanes::load(master + i);
+    const Words value = Lanes::load(at + i);
+    return Lanes::select(Numbers<Lanes>::to_float16(kept) == value, kept, Numbers<Lanes>::from_float16(value));
+  }
+  SIDESTEP_INLINE void store(int64_t i, Floats value) const {
+    Lanes::store(master + i, value);
+    Lanes::store(at + i, Numbers<Lanes>::to_float16(value));
+  }
+  uint16_t* at;
   float* master;
 };
 
 // The values are the upper half of the master, rounded, and the correction is its lower half.
+template <class Lanes>
 struct SplitValues {
-  explicit SplitValues(const Piece& piece, void* to, int64_t start)
-      : from(static_cast<const uint16_t*>(piece.values) + start),
-        to(static_cast<uint16_t*>(to)),
-        lower(piece.correction + start) {}
-  SIDESTEP_INLINE float load(int64_t i) const {
-    const uint32_t rounded_up = (lower[i] & 0x8000u) << 1;
-    return float_of(((static_cast<uint32_t>(from[i]) << 16) - rounded_up) | lower[i]);
+  using Floats = typename Lanes::Floats;
+  using Words = typename Lanes::Words;
+  explicit SplitValues(const Piece& piece) : at(static_cast<uint16_t*>(piece.values)), lower(piece.correction) {}
+  SIDESTEP_INLINE Floats load(int64_t i) const {
+    const Words below = Lanes::load(lower + i);
+    const Words rounded_up = (below & 0x8000u) << 1;
+    return Lanes::float_of(((Lanes::load(at + i) << 16) - rounded_up) | below);
   }
-  SIDESTEP_INLINE void store(int64_t i, float value) const {
-    to[i] = to_upper_half(value);
-    lower[i] = static_cast<uint16_t>(bits_of(value));
+  SIDESTEP_INLINE void store(int64_t i, Floats value) const {
+    Lanes::store(at + i, Numbers<Lanes>::to_upper_half(value));
+    Lanes::store(lower + i, Lanes::bits_of(value));
   }
-  const uint16_t* from;
-  uint16_t* to;
+  uint16_t* at;
   uint16_t* lower;
 };
 
+template <class Lanes>
 struct Float32Moment {
-  explicit Float32Moment(const Piece& piece, int which, int64_t start)
-      : at(static_cast<float*>(piece.moments[which]) + start) {}
-  SIDESTEP_INLINE float load(int64_t i) const { return at[i]; }
-  SIDESTEP_INLINE void store(int64_t i, float value) const { at[i] = value; }
+  using Floats = typename Lanes::Floats;
+  Float32Moment(const Piece& piece, int which) : at(static_cast<float*>(piece.moments[which])) {}
+  SIDESTEP_INLINE Floats load(int64_t i) const { return Lanes::load(at + i); }
+  SIDESTEP_INLINE void store(int64_t i, Floats value) const { Lanes::store(at + i, value); }
   float* at;
 };
 
+template <class Lanes>
 struct BFloat16Moment {
-  explicit BFloat16Moment(const Piece& piece, int which, int64_t start)
-      : at(static_cast<uint16_t*>(piece.moments[which]) + start),
-        first(static_cast<uint32_t>(piece.start + start)),
-        key(piece.keys[which]) {}
-  SIDESTEP_INLINE float load(int64_t i) const { return from_bfloat16(at[i]); }
-  SIDESTEP_INLINE void store(int64_t i, float value) const {
-    at[i] = to_bfloat16_at_random(value, random_bits(first + static_cast<uint32_t>(i), key));
+  using Floats = typename Lanes::Floats;
+  using Words = typename Lanes::Words;
+  BFloat16Moment(const Piece& piece, int which)
+      : at(static_cast<uint16_t*>(piece.moments[which])), start(piece.start), key(piece.keys[which]) {}
+  SIDESTEP_INLINE Floats load(int64_t i) const { return Numbers<Lanes>::from_bfloat16(Lanes::load(at + i)); }
+  SIDESTEP_INLINE void store(int64_t i, Floats value) const {
+    const Words index = Lanes::count_up() + static_cast<uint32_t>(start + i);
+    const Words random = Numbers<Lanes>::random_bits(index, key);
+    Lanes::store(at + i, Numbers<Lanes>::to_bfloat16_at_random(value, random));
   }
   uint16_t* at;
-  uint32_t first;
+  int64_t start;
   uint32_t key;
 };
 
-// The rules. Each has the gradient in fp32, and updates elements [0, count) of a block.
+// The rules. `step` updates as many elements as there are lanes, the first of which is `i`.
 
-template <bool kAmsgrad>
+template <bool kAmsgrad, class Lanes, class Values, class Moment>
 struct Adam {
-  template <class Values, class Moment>
-  static void run(const Values p, const float* g, const Rule& rule, const Piece& piece, int64_t start, int64_t count) {
-    const Moment m(piece, 0, start), v(piece, 1, start), most(piece, kAmsgrad ? 2 : 1, start);
-    const bool is_small = rule.first_weight < 0.5f;
-    const float weight = is_small ? rule.first_weight : rule.first_weight - 1.0f;
-    const float decay = rule.decay, coupled_decay = rule.coupled_decay;
-    const bool has_decay = coupled_decay != 0.0f;  // or infinite values would become NaN
-    const float second_decay = rule.second_decay, second_weight = rule.second_weight;
-    const float scale = piece.second_scale, epsilon = rule.epsilon, step_size = piece.step_size;
-    SIDESTEP_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) {
-      const float before = p.load(i), first_before = m.load(i);
-      const float gradient = has_decay ? multiply_add(before, coupled_decay, g[i]) : g[i];
-      const float first = multiply_add(weight, gradient - first_before, is_small ? first_before : gradient);
-      const float second = multiply_add(second_weight * gradient, gradient, v.load(i) * second_decay);
-      float largest = second;
-      if (kAmsgrad) {
-        const float largest_before = most.load(i);
-        largest = largest_before > second || largest_before != largest_before ? largest_before : second;  // NaN stays
-        most.store(i, largest);
-      }
-      const float denominator = std::sqrt(largest) / scale + epsilon;
-      m.store(i, first);
-      v.store(i, second);
-      p.store(i, before * decay + step_size * first / denominator);
+  using Floats = typename Lanes::Floats;
+  Adam(const Rule& rule, const Piece& piece)
+      : rule(rule), piece(piece), p(piece), m(piece, 0), v(piece, 1), most(piece, kAmsgrad ? 2 : 1) {}
+
+  SIDESTEP_INLINE void step(int64_t i, Floats gradient) const {
+    const Floats before = p.load(i), first_before = m.load(i);
+    if (has_decay) {  // or infinite values would become NaN
+      gradient = Lanes::multiply_add(before, Lanes::all(rule.coupled_decay), gradient);
     }
+    const Floats first = Lanes::multiply_add(Lanes::all(weight), gradient - first_before,
+                                             is_small ? first_before : gradient);
+    const Floats second =
+        Lanes::multiply_add(gradient * rule.second_weight, gradient, v.load(i) * rule.second_decay);
+    Floats largest = second;
+    if (kAmsgrad) {
+      const Floats largest_before = most.load(i);
+      const auto stays = (largest_before > second) | (largest_before != largest_before);  // NaN does
+      largest = Lanes::select(stays, largest_before, second);
+      most.store(i, largest);
+    }
+    const Floats denominator = Lanes::sqrt(largest) / piece.second_scale + rule.epsilon;
+    m.store(i, first);
+    v.store(i, second);
+    p.store(i, before * rule.decay + first * piece.step_size / denominator);
   }
+
+  const Rule rule;
+  const Piece piece;
+  const bool has_decay = rule.coupled_decay != 0.0f, is_small = rule.first_weight < 0.5f;
+  const float weight = is_small ? rule.first_weight : rule.first_weight - 1.0f;
+  const Values p;
+  const Moment m, v, most;
 };
 
+template <class Lanes, class Values, class Moment>
 struct Sgd {
-  template <class Values, class Moment>
-  static void run(const Values p, const float* g, const Rule& rule, const Piece& piece, int64_t start, int64_t count) {
-    const float coupled_decay = rule.coupled_decay, step_size = piece.step_size;
-    const bool has_decay = coupled_decay != 0.0f;
-    if (piece.moments[0] == nullptr) {
-      SIDESTEP_INDEPENDENT
-      for (int64_t i = 0; i < count; ++i) {
-        const float before = p.load(i);
-        const float gradient = has_decay ? multiply_add(before, coupled_decay, g[i]) : g[i];
-        p.store(i, multiply_add(gradient, step_size, before));
-      }
-      return;
+  using Floats = typename Lanes::Floats;
+  Sgd(const Rule& rule, const Piece& piece) : rule(rule), piece(piece), p(piece), m(piece, 0) {}
+
+  SIDESTEP_INLINE void step(int64_t i, Floats gradient) const {
+    const Floats before = p.load(i);
+    if (rule.coupled_decay != 0.0f) {
+      gradient = Lanes::multiply_add(before, Lanes::all(rule.coupled_decay), gradient);
     }
-    const Moment m(piece, 0, start);
-    const bool is_first = piece.is_first != 0, is_nesterov = rule.is_nesterov != 0;
-    const float momentum = rule.first_decay, weight = rule.first_weight;
-    SIDESTEP_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) {
-      const float before = p.load(i);
-      const float gradient = has_decay ? multiply_add(before, coupled_decay, g[i]) : g[i];
-      const float moment = is_first ? gradient : multiply_add(gradient, weight, m.load(i) * momentum);
-      const float direction = is_nesterov ? multiply_add(momentum, moment, gradient) : moment;
+    Floats direction = gradient;
+    if (piece.moments[0] != nullptr) {
+      Floats moment = gradient;
+      if (!piece.is_first) {
+        moment = Lanes::multiply_add(gradient, Lanes::all(rule.first_weight), m.load(i) * rule.first_decay);
+      }
+      direction = rule.is_nesterov ? Lanes::multiply_add(Lanes::all(rule.first_decay), moment, gradient) : moment;
       m.store(i, moment);
-      p.store(i, multiply_add(direction, step_size, before));
     }
+    p.store(i, Lanes::multiply_add(direction, Lanes::all(piece.step_size), before));
   }
+
+  const Rule rule;
+  const Piece piece;
+  const Values p;
+  const Moment m;
 };
 
+template <class Lanes, class Values, class Moment>
 struct Lion {
-  template <class Values, class Moment>
-  static void run(const Values p, const float* g, const Rule& rule, const Piece& piece, int64_t start, int64_t count) {
-    const Moment m(piece, 0, start);
-    const float decay = rule.decay, step_size = piece.step_size;
-    const float first_decay = rule.first_decay, first_weight = rule.first_weight;
-    const float second_decay = rule.second_decay, second_weight = rule.second_weight;
-    SIDESTEP_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) {
-      const float before = p.load(i), moment = m.load(i), gradient = g[i];
-      const float direction = multiply_add(first_weight, gradient, moment * first_decay);
-      const float sign = direction > 0.0f ? 1.0f : (direction < 0.0f ? -1.0f : direction);  // 0 and NaN stay
-      m.store(i, multiply_add(second_weight, gradient, moment * second_decay));
-      p.store(i, before * decay + step_size * sign);
-    }
+  using Floats = typename Lanes::Floats;
+  Lion(const Rule& rule, const Piece& piece) : rule(rule), piece(piece), p(piece), m(piece, 0) {}
+
+  SIDESTEP_INLINE void step(int64_t i, Floats gradient) const {
+    const Floats before = p.load(i), moment = m.load(i), zero = Lanes::all(0.0f);
+    const Floats direction = Lanes::multiply_add(Lanes::all(rule.first_weight), gradient, moment * rule.first_decay);
+    Floats sign = Lanes::select(direction < zero, Lanes::all(-1.0f), direction);  // 0 and NaN stay
+    sign = Lanes::select(direction > zero, Lanes::all(1.0f), sign);
+    m.store(i, Lanes::multiply_add(Lanes::all(rule.second_weight), gradient, moment * rule.second_decay));
+    p.store(i, before * rule.decay + sign * piece.step_size);
   }
+
+  const Rule rule;
+  const Piece piece;
+  const Values p;
+  const Moment m;
 };
 
-struct Buffers {
-  alignas(64) float gradient[kBlock];
-  alignas(64) char outgoing[kBlock * sizeof(float)];
-};
+template <class Lanes, class Values, class Moment>
+using PlainAdam = Adam<false, Lanes, Values, Moment>;
 
-// The block's gradient in fp32, times its factors: as it lies, if there is nothing to do.
-const float* gradient_of(Buffers& buffers, const Rule& rule, const Piece& piece, int64_t start, int64_t count) {
+template <class Lanes, class Values, class Moment>
+using Amsgrad = Adam<true, Lanes, Values, Moment>;
+
+// As many steps as there are whole lanes. Returns where they end.
+template <class Lanes, class Kind>
+int64_t run(const Kind& kind, const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
   const float factor = rule.factor * piece.factor;
-  if (rule.gradient_type == kFloat32 && factor == 1.0f) return static_cast<const float*>(piece.gradient) + start;
-  load(buffers.gradient, piece.gradient, rule.gradient_type, start, count);
-  if (factor != 1.0f) {
-    for (int64_t i = 0; i < count; ++i) buffers.gradient[i] *= factor;
+  const void* gradient = piece.gradient;
+  const int32_t type = rule.gradient_type;
+  int64_t i = begin;
+  SIDESTEP_INDEPENDENT
+  for (; i <= end - Lanes::kLanes; i += Lanes::kLanes) {
+    kind.step(i, Numbers<Lanes>::load(gradient, type, i) * factor);
   }
-  return buffers.gradient;
+  return i;
 }
 
-template <class Kind, class Values, class Moment>
-void update(const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
-  Buffers buffers;
-  const int64_t size = size_of(rule.value_type);
-  for (int64_t start = begin; start < end; start += kBlock) {
-    const int64_t count = std::min(kBlock, end - start);
-    char* values = static_cast<char*>(piece.values) + start * size;
-    const float* gradient = gradient_of(buffers, rule, piece, start, count);
-    const Values p(piece, piece.outgoing != nullptr ? buffers.outgoing : values, start);
-    Kind::template run<Values, Moment>(p, gradient, rule, piece, start, count);
-    if (piece.outgoing != nullptr) {
-      stream(static_cast<char*>(piece.outgoing) + start * size, buffers.outgoing, count * size);
-    }
-  }
-}
-
-template <class Kind, class Values>
+template <template <class, class, class> class Kind, template <class> class Values, template <class> class Moment>
 void update_with(const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
+  const Kind<Wide, Values<Wide>, Moment<Wide>> wide(rule, piece);
+  const Kind<Single, Values<Single>, Moment<Single>> single(rule, piece);
+  run<Single>(single, rule, piece, run<Wide>(wide, rule, piece, begin, end), end);
+}
+
+template <template <class, class, class> class Kind, template <class> class Values>
+void update_values(const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
   if (rule.moment_type == kFloat32) {
-    update<Kind, Values, Float32Moment>(rule, piece, begin, end);
+    update_with<Kind, Values, Float32Moment>(rule, piece, begin, end);
   } else {
-    update<Kind, Values, BFloat16Moment>(rule, piece, begin, end);
+    update_with<Kind, Values, BFloat16Moment>(rule, piece, begin, end);
   }
 }
 
-template <class Kind, class Short>
-void update_short(const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
-  if (piece.master != nullptr) {
-    update_with<Kind, MasteredValues<Short>>(rule, piece, begin, end);
-  } else {
-    update_with<Kind, ShortValues<Short>>(rule, piece, begin, end);
-  }
-}
-
-template <class Kind>
-void update_piece(const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
+template <template <class, class, class> class Kind>
+void update(const Rule& rule, const Piece& piece, int64_t begin, int64_t end) {
   if (rule.value_type == kFloat32) {
-    update_with<Kind, Float32Values>(rule, piece, begin, end);
+    update_values<Kind, Float32Values>(rule, piece, begin, end);
   } else if (piece.correction != nullptr) {
-    update_with<Kind, SplitValues>(rule, piece, begin, end);
+    update_values<Kind, SplitValues>(rule, piece, begin, end);
   } else if (rule.value_type == kBFloat16) {
-    update_short<Kind, BFloat16>(rule, piece, begin, end);
+    update_values<Kind, BFloat16Values>(rule, piece, begin, end);
   } else {
-    update_short<Kind, Float16>(rule, piece, begin, end);
+    update_values<Kind, Float16Values>(rule, piece, begin, end);
   }
 }
 
-// Adds, and returns the sum of the squares of the sums. Eight lanes, whatever the instruction set has, so that they are
-// added up in one order; squares of fp32 numbers are exact in double precision, with a fused multiply-add or without.
-double add(void* total, const void* other, int32_t type, int64_t begin, int64_t count) {
-  constexpr int64_t kLanes = 8;
-  alignas(64) float sum[kBlock], more[kBlock];
-  double lanes[kLanes] = {};
-  for (int64_t start = begin; start < begin + count; start += kBlock) {
-    const int64_t length = std::min(kBlock, begin + count - start);
-    load(sum, total, type, start, length);
-    load(more, other, type, start, length);
-    for (int64_t i = 0; i < length; ++i) sum[i] += more[i];
-    store(total, sum, type, start, length);
-    if (type != kFloat32) load(sum, total, type, start, length);  // as they were rounded
-    std::fill(sum + length, sum + kBlock, 0.0f);
-    for (int64_t i = 0; i < kBlock; i += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const double value = sum[i + lane];
-        lanes[lane] += value * value;
-      }
+// Adds, and adds the squares of the sums to `squares`. Returns where whole lanes end.
+template <class Lanes, int32_t kType>
+int64_t add_of(void* total, const void* other, int64_t begin, int64_t end, double& squares) {
+  using Floats = typename Lanes::Floats;
+  using Words = typename Lanes::Words;
+  typename Lanes::Doubles sums = {};
+  int64_t i = begin;
+  for (; i <= end - Lanes::kLanes; i += Lanes::kLanes) {
+    Floats value = Numbers<Lanes>::load(total, kType, i) + Numbers<Lanes>::load(other, kType, i);
+    if (kType == kFloat32) {
+      Lanes::store(static_cast<float*>(total) + i, value);
+    } else {
+      const bool is_brain = kType == kBFloat16;
+      const Words halves = is_brain ? Numbers<Lanes>::to_bfloat16(value) : Numbers<Lanes>::to_float16(value);
+      Lanes::store(static_cast<uint16_t*>(total) + i, halves);
+      value = is_brain ? Numbers<Lanes>::from_bfloat16(halves) : Numbers<Lanes>::from_float16(halves);
     }
+    Lanes::add_squares(sums, value);
   }
-  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+  squares += Lanes::total(sums);
+  return i;
 }
+
+template <int32_t kType>
+double add(void* total, const void* other, int64_t begin, int64_t end) {
+  double squares = 0.0;
+  const int64_t rest = add_of<Wide, kType>(total, other, begin, end, squares);
+  add_of<Single, kType>(total, other, rest, end, squares);
+  return squares;
+}
+
+constexpr int64_t kSquares = 64 * 1024;  // elements of which squares are summed together
 
 }  // namespace
 }  // namespace sidestep
@@ -339,26 +339,32 @@ SIDESTEP_EXPORT void sidestep_update(const sidestep::Rule* rule, const sidestep:
     offset += piece.count;
     if (first >= last) continue;
     if (rule->kind == 0 && rule->is_amsgrad) {
-      sidestep::update_piece<sidestep::Adam<true>>(*rule, piece, first, last);
+      sidestep::update<sidestep::Amsgrad>(*rule, piece, first, last);
     } else if (rule->kind == 0) {
-      sidestep::update_piece<sidestep::Adam<false>>(*rule, piece, first, last);
+      sidestep::update<sidestep::PlainAdam>(*rule, piece, first, last);
     } else if (rule->kind == 1) {
-      sidestep::update_piece<sidestep::Sgd>(*rule, piece, first, last);
+      sidestep::update<sidestep::Sgd>(*rule, piece, first, last);
     } else {
-      sidestep::update_piece<sidestep::Lion>(*rule, piece, first, last);
+      sidestep::update<sidestep::Lion>(*rule, piece, first, last);
     }
   }
-  sidestep::finish_streams();
 }
 
-// `total` += `other`, elements [begin, end), of one type; and of each `kSquares` elements, in the order of memory, the sum of
-// the squares of what `total` then has. `begin` is a multiple of `kSquares`.
+// `total` += `other`, elements [begin, end), of one type; and of each `kSquares` elements, in the order of memory, the
+// sum of the squares of what `total` then has. `begin` is a multiple of `kSquares`.
 SIDESTEP_EXPORT void sidestep_add(void* total, const void* other, int32_t type, int64_t begin, int64_t end,
                                   double* squares) {
   const sidestep::DefaultArithmetic arithmetic;
   for (int64_t start = begin; start < end; start += sidestep::kSquares) {
-    const int64_t count = std::min(sidestep::kSquares, end - start);
-    squares[start / sidestep::kSquares] = sidestep::add(total, other, type, start, count);
+    const int64_t stop = std::min(start + sidestep::kSquares, end);
+    double& sum = squares[start / sidestep::kSquares];
+    if (type == sidestep::kFloat32) {
+      sum = sidestep::add<sidestep::kFloat32>(total, other, start, stop);
+    } else if (type == sidestep::kBFloat16) {
+      sum = sidestep::add<sidestep::kBFloat16>(total, other, start, stop);
+    } else {
+      sum = sidestep::add<sidestep::kFloat16>(total, other, start, stop);
+    }
   }
 }
 

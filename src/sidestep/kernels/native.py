@@ -36,7 +36,7 @@ CUT_ELEMENTS = 1024
 """Threads have parts of at least so many elements, and of multiples of it."""
 
 SQUARES_ELEMENTS = 64 * 1024
-"""Of so many elements the squares are summed together: ``kSquares`` in ``blocks.h``."""
+"""Of so many elements the squares are summed together: ``kSquares`` in ``kernels.h``."""
 
 LEAST_ELEMENTS = 32 * 1024
 """For a thread: with fewer it takes longer to wake it."""
@@ -59,7 +59,7 @@ class Piece(ctypes.Structure):
     _fields_ = [
         ("count", ctypes.c_int64),
         ("start", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("gradient", "values", "outgoing", "master", "correction")),
+        *((name, ctypes.c_void_p) for name in ("gradient", "values", "master", "correction")),
         ("moments", ctypes.c_void_p * 3),
         ("keys", ctypes.c_uint32 * 3),
         ("step_size", ctypes.c_float),
