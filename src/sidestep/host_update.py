@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 from sidestep import chunks
 from sidestep.chunks import ENCODED, MASTER, Chunk
+from sidestep.engine.device import Device
 from sidestep.kernels import native
 from sidestep.kernels.native import TYPES, Kernels, Piece, Rule
 from sidestep.kernels.rules import Recipe, is_plain, recipe_of
@@ -113,7 +115,6 @@ class HostUpdate:
     def prepare(self, loan: Loan, groups: Mapping[int, Group]) -> Calls:
         """What ``run`` is to do: update all pieces on loan that have a gradient. ``groups``: as they are lent."""
         calls = Calls()
-        written: list[torch.Tensor] = []
         for lent in loan.pieces:
             gradient = lent.stand_in.grad
             if gradient is None:
@@ -123,30 +124,38 @@ class HostUpdate:
             entries = loan.state[lent.stand_in] if names or self._recipe.counts else {}
             is_new = self._begin(lent, group, names, entries)
             moments = [entries[name] for name in names]
-            correction = lent.in_slot[MASTER] if lent.piece.subject.splits_master else None
             dtype = moments[0].dtype if moments else torch.float32
             types = _Types(lent.piece.subject.group, gradient.dtype, lent.near.dtype, dtype)
             step = 1.0 + entries[_STEP].item() if self._recipe.counts else 0.0
             calls.pieces[types].append(self._piece(lent, gradient, names, moments, group, step, is_new=is_new))
-            calls.changed += [lent.near, lent.values, *moments, *([] if correction is None else [correction])]
+            changed = [lent.near, *moments]
+            changed += [lent.values] if lent.is_master else []
+            changed += [lent.in_slot[MASTER]] if lent.piece.subject.splits_master else []
+            calls.changed += changed
+            calls.byte_count += gradient.nbytes + 2 * sum(tensor.nbytes for tensor in changed)
             if self._recipe.counts:
                 calls.steps.append(entries[_STEP])
-            written += [lent.near, *moments]
             if not (is_new or lent.piece.is_slice):
                 loan.in_place.add(lent.piece)
         calls.rules = {types: self._rule(groups[types.group], types) for types in calls.pieces}
-        calls.are_in_turn = loan.chunk.address is None and _overlap(written)
+        calls.are_in_turn = loan.chunk.address is None and _overlap(calls.changed)
         return calls
 
-    def run(self, calls: Calls) -> None:
-        """Do it. From here on parameters and state change."""
+    def run(self, calls: Calls, device: Device | None) -> None:
+        """Do it, for chunks of this device. From here on parameters and state change."""
+        if device is None:
+            self._update(calls)
+        else:
+            device.work(functools.partial(self._update, calls), byte_count=calls.byte_count)
+        if calls.steps:
+            torch._foreach_add_(calls.steps, 1.0)
+        torch.autograd.graph.increment_version(calls.changed)
+
+    def _update(self, calls: Calls) -> None:
         assert self._kernels is not None
         for types, pieces in calls.pieces.items():
             for together in [[piece] for piece in pieces] if calls.are_in_turn else [pieces]:
                 self._kernels.update(calls.rules[types], together)
-        if calls.steps:
-            torch._foreach_add_(calls.steps, 1.0)
-        torch.autograd.graph.increment_version(calls.changed)
 
     def _begin(self, lent: Lent, group: Group, names: Sequence[str], entries: Entries) -> bool:
         """Make the state tensors that the kernels work on, if this is the first step; returns whether it is."""
@@ -213,6 +222,7 @@ class Calls:
     rules: dict[_Types, Rule] = dataclasses.field(default_factory=dict)
     changed: list[torch.Tensor] = dataclasses.field(default_factory=list)
     steps: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    byte_count: int = 0  # of memory that is read and written
     are_in_turn: bool = False  # as some have memory in common
 
 

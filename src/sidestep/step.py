@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sidestep.chunks import Chunk
+from sidestep.engine.device import device_at
 from sidestep.engine.host_slots import HostRing
 from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.slots import Ring, Slot
@@ -177,7 +178,8 @@ class Step:
         if loan.is_raw and self._host_update is not None:
             calls = self._host_update.prepare(loan, groups)
             self.has_changed = True
-            self._host_update.run(calls)
+            address = loan.chunk.address
+            self._host_update.run(calls, None if address is None else device_at(address))
             self._results.append(None)
             self.host_updates["native kernels"] += 1
             return

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sidestep.engine.device import DeviceMemory, Event, Stream
-from sidestep.engine.workers import HostEvent, HostWorker
+from sidestep.engine.device import DeviceMemory, Event, Mark, Stream
+from sidestep.engine.workers import HostEvent, HostMark, HostWorker
 from sidestep.errors import PinError
 
 
@@ -63,8 +64,35 @@ class Accelerator:
         with torch.no_grad(), stream.stream:
             target.copy_(source, non_blocking=True)
 
-    def launch(self, stream: Any, function: Callable[[], None]) -> None:
+    def launch(self, stream: Any, function: Callable[[], None], *, byte_count: int = 0) -> None:
         stream.launch(function)
+
+    def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
+        function()
+
+    def mark(self, stream: Any) -> Mark:
+        if stream is None:
+            return HostMark(time.perf_counter())
+        if isinstance(stream, HostWorker):
+            mark = HostMark()
+            stream.launch(mark.reach)
+            return mark
+        _ = self._origin  # comes before all of them
+        return stream.stream.record_event(torch.Event(device=self.address, enable_timing=True))
+
+    def seconds(self, mark: Any) -> float | None:
+        event, at = self._origin
+        if isinstance(mark, HostMark):
+            return None if mark.at is None else mark.at - at
+        return event.elapsed_time(mark) / 1000 if mark.query() else None
+
+    @functools.cached_property
+    def _origin(self) -> tuple[torch.Event, float]:
+        """An event, and when it was reached on the host's clock: the host waits for it, once."""
+        event = torch.Event(device=self.address, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.address))
+        event.synchronize()
+        return event, time.perf_counter()
 
     def empty(self, byte_count: int) -> torch.Tensor:
         return torch.empty(byte_count, dtype=torch.uint8, device=self.address)

@@ -18,6 +18,9 @@ Stream: TypeAlias = Any
 Event: TypeAlias = Any
 """A point in a stream's order, made by ``record``. Opaque to the engine."""
 
+Mark: TypeAlias = Any
+"""A point in a stream's order of which ``seconds`` tells when it was reached. Opaque to the engine."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
@@ -60,8 +63,17 @@ class Device(Protocol):
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device on ``stream``. Asynchronous if the host side is page-locked, else blocking."""
 
-    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
-        """Run ``function`` on the host worker ``stream``."""
+    def launch(self, stream: Stream, function: Callable[[], None], *, byte_count: int = 0) -> None:
+        """Run ``function`` on the host worker ``stream``; ``byte_count``: of host memory that it reads and writes."""
+
+    def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
+        """Run ``function`` here and now, on the caller's thread: work on host memory, of which it moves so much."""
+
+    def mark(self, stream: Stream | None) -> Mark:
+        """What ``record`` makes, with a time; of ``None``, the caller's thread as it is now."""
+
+    def seconds(self, mark: Mark) -> float | None:
+        """When the mark was reached, on a clock that all streams of this device share; ``None`` if it was not yet."""
 
     def empty(self, byte_count: int) -> torch.Tensor:
         """Uninitialised device memory, (byte_count,) uint8, for staging; it belongs to the current stream.

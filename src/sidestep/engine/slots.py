@@ -291,7 +291,9 @@ class Ring:
         if staged:
             assert self._worker is not None
             assert slot.staging is not None
-            self.device.launch(self._worker, functools.partial(_gather, staged, slot.staging))
+            self.device.launch(
+                self._worker, functools.partial(_gather, staged, slot.staging), byte_count=_copied(staged)
+            )
             slot.gathered = self.device.record(self._worker)
         self._traffic.fetched_chunks += 1
         self._traffic.to_device_bytes += sum(span.byte_count for span in layout.spans)
@@ -380,7 +382,9 @@ class Ring:
             assert self._worker is not None
             assert slot.staging is not None
             self._wait(self._worker, slot.drained, sites.SCATTER_WAITS_EVICTION)
-            self.device.launch(self._worker, functools.partial(_scatter, staged, slot.staging))
+            self.device.launch(
+                self._worker, functools.partial(_scatter, staged, slot.staging), byte_count=_copied(staged)
+            )
             self._scatters[slot.chunk] = self.device.record(self._worker)
         self._traffic.evicted_chunks += bool(spans or loose)
         moved = sum(span.byte_count for span in spans) + sum(item.target.numel() for item in loose)
@@ -441,6 +445,11 @@ class Ring:
 
     def _count(self, site: str) -> None:
         self._traffic.waits[site] += 1
+
+
+def _copied(spans: Sequence[Span]) -> int:
+    """Host memory that copying these reads and writes."""
+    return 2 * sum(span.byte_count for span in spans)
 
 
 def _gather(spans: Sequence[Span], staging: torch.Tensor) -> None:

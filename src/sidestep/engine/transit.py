@@ -98,7 +98,9 @@ class Transit:
         assert landing.departed is not None
         self._traffic.waits[sites.ADDITION_WAITS_DEPARTURE] += 1  # by then the other one, sent before, has arrived too
         self.device.wait(self._worker, landing.departed, site=sites.ADDITION_WAITS_DEPARTURE)
-        self.device.launch(self._worker, functools.partial(add, landing.memory, berth.memory))
+        self.device.launch(
+            self._worker, functools.partial(add, landing.memory, berth.memory), byte_count=3 * tensor.nbytes
+        )
         landing.added = berth.added = self.device.record(self._worker)
         return landing
 

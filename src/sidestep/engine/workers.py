@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -34,6 +35,17 @@ class HostEvent:
 
     def _set(self) -> None:
         self._done.set()
+
+
+class HostMark:
+    """A moment on the host's clock; ``None`` until it is reached."""
+
+    def __init__(self, at: float | None = None) -> None:
+        self.at = at
+
+    def reach(self) -> None:
+        """It is now."""
+        self.at = time.perf_counter()
 
 
 class HostWorker:

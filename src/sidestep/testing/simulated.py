@@ -195,7 +195,7 @@ class SimulatedDevice:
             raise RuntimeError("the simulated device was told to fail this copy")
         self._machine.transfer(own, target, source, asynchronous=True)
 
-    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
+    def launch(self, stream: Stream, function: Callable[[], None], *, byte_count: int = 0) -> None:
         """Run ``function`` on the host worker ``stream``. It sees no device memory."""
         worker = self._own(stream, host=True, verb="launch on")
 
@@ -213,6 +213,18 @@ class SimulatedDevice:
 
         self._machine.settle()
         self._machine.enqueue(worker, work)
+
+    def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
+        """Run ``function`` here and now."""
+        function()
+
+    def mark(self, stream: Stream | None) -> Any:
+        """A point in the stream's order; of ``None``, now on the host."""
+        return None if stream is None else self.record(stream)
+
+    def seconds(self, mark: Any) -> float | None:
+        """``None``: without hardware there is no clock."""
+        return None
 
     def empty(self, byte_count: int) -> torch.Tensor:
         """Device memory that reads as NaN, (byte_count,) uint8, labelled staging; the current stream owns it."""
