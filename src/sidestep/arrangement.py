@@ -29,6 +29,7 @@ from sidestep.engine.host_slots import HostRing
 from sidestep.engine.limits import available_host_bytes, processes_here
 from sidestep.engine.slots import Ring
 from sidestep.engine.stores import HostStore
+from sidestep.engine.timings import Kind, Timings
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
 from sidestep.gradients import GradientsOnHost
@@ -39,6 +40,7 @@ from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, as_known, bring_near, encode_strangers, fetcher_of, may_rest, to_device
+from sidestep.shadow import chosen
 from sidestep.shards import alike, as_shard_of, gradient_of, local_of
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
@@ -54,6 +56,7 @@ class Settings:
     pinned_memory_bytes: int | None
     chunk_bytes: int | None
     slots: int
+    verify: int = 0
 
 
 class Arrangement:
@@ -90,6 +93,7 @@ class Arrangement:
         self._has_warned = False
         self.places = places
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them on the host
+        self._forward_hooks: list[Any] = []  # that tell forward from backward
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
@@ -128,7 +132,7 @@ class Arrangement:
         if self.gradients.have_left:
             self._bring_views_of_gradients()
         update = own_update(type(self.optimizer), closure)
-        with alike(subject.parameter for subject in self.subjects if subject.is_shard):
+        with alike(subject.parameter for subject in self.subjects if subject.is_shard), self._timed_step():
             result = self._run(update, due, counted=True, scaling=scaling, is_trial=is_trial)
         if scaling is not None and scaling.divides:
             self._unscale_gradients(scaling)
@@ -138,6 +142,30 @@ class Arrangement:
             self.note_peak("state", bytes_of(self.resident_state()))
             self.note_peak("parameters", bytes_of(self.device_parameters()))
         return result
+
+    @contextlib.contextmanager
+    def _timed_step(self) -> Iterator[None]:
+        timings, device = self.traffic.timings, self._first_device()
+        if timings is None or device is None:
+            yield
+            return
+        timings.enter(device, "step")
+        yield
+        timings.end_step(device, "forward" if self._forward_hooks else "forward and backward")
+
+    def _first_device(self) -> Device | None:
+        return next((device_at(chunk.address) for chunk in self.chunks if chunk.address is not None), None)
+
+    def measure(self, steps: int) -> None:
+        """Time what happens from now on, and keep the spans of the last ``steps`` steps; 0: no longer."""
+        self.traffic.timings = Timings(steps) if steps else None
+        while self._forward_hooks:
+            self._forward_hooks.pop().remove()
+        model = None if self.settings.model is None else self.settings.model()
+        if steps and model is not None:
+            owner = weakref.ref(self)
+            enter, leave = _entering(owner, "forward"), _entering(owner, "backward")
+            self._forward_hooks += [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the wrapped optimizer: chunk by chunk if its numbers allow that, else at once.
@@ -207,9 +235,11 @@ class Arrangement:
             self.rings,
             self.host_rings,
             self.at_rest,
+            self.traffic,
             is_counted=counted,
             scaling=scaling,
             is_trial=is_trial,
+            verified=chosen(chunks, self.settings.verify, self.steps) if counted and not is_trial else (),
         )
         self._unfinished = step
         try:
@@ -700,6 +730,20 @@ class Arrangement:
     def _close_ring(self, address: torch.device) -> None:
         self.rings[address].close()
         del self.rings[address]
+
+
+def _entering(owner: weakref.ref[Arrangement], kind: Kind) -> Callable[..., None]:
+    """A hook of a module: from here on, the stream that computes does this."""
+
+    def enter(*_: Any) -> None:
+        arrangement = owner()
+        if arrangement is None or arrangement.traffic.timings is None:
+            return
+        device = arrangement._first_device()
+        if device is not None:
+            arrangement.traffic.timings.enter(device, kind)
+
+    return enter
 
 
 def _check_shard(subject: Subject) -> None:

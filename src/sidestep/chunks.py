@@ -233,6 +233,16 @@ class Chunk:
         return sorted({piece.subject.group for piece in self.pieces})
 
     @functools.cached_property
+    def name(self) -> str:
+        """For pictures and messages: of its first piece."""
+        first = self.pieces[0] if self.pieces else None
+        if first is None:
+            return "nothing"
+        part = f"[{first.start}:{first.stop}]" if first.is_slice else ""
+        more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
+        return f"{first.subject.name}{part}{more}"
+
+    @functools.cached_property
     def is_coupled(self) -> bool:
         """Whether the update shares values between these parameters: it then runs even if gradients are missing."""
         return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)

@@ -8,6 +8,7 @@
     ├── StateDictError             (ValueError)           a state dict does not fit; nothing was changed
     ├── CapacityError              (RuntimeError)         too little memory, and the least that works
     ├── BrokenStepError            (RuntimeError)         a step failed half way; load a checkpoint
+    ├── VerificationError          (RuntimeError)         ``verify=`` has found a wrong bit; please report it
     ├── PinError                   (RuntimeError)         the driver refused to page-lock host memory
     └── SimulationError            (RuntimeError)         the simulated device refuses what a real one could not do
 
@@ -45,6 +46,10 @@ class CapacityError(SidestepError, RuntimeError):
 
 class BrokenStepError(SidestepError, RuntimeError):
     """A step failed after it had changed some parameters; load a checkpoint of model and optimizer."""
+
+
+class VerificationError(SidestepError, RuntimeError):
+    """A step that ``verify=`` has computed a second time was not the same; the message names element and values."""
 
 
 class PinError(SidestepError, RuntimeError):

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import types
 import weakref
@@ -71,7 +72,8 @@ def offload(
         device: not built yet.
         device_memory: not built yet.
         host_memory: not built yet.
-        verify: not built yet.
+        verify: so many chunks of each step, in turn, are computed a second time, the plain way, from what is at rest;
+            it waits for transfers, so it costs time. 0, the default, costs nothing.
 
     Raises:
         UnsupportedOptimizerError: not an optimizer, one that is wrapped already, one without parameters, or LBFGS.
@@ -84,7 +86,6 @@ def offload(
         "device": device,
         "device_memory": device_memory,
         "host_memory": host_memory,
-        "verify": verify or None,
     }
     for name, value in later.items():
         if value is not None:
@@ -96,12 +97,15 @@ def offload(
         raise PlacementError(f"model={model!r}: give the torch.nn.Module whose parameters the optimizer has")
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
         raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
+    if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
+        raise PlacementError(f"verify={verify!r}: give a whole number of chunks to check in each step, or 0")
     settings = Settings(
         policy=placement,
         model=None if model is None else weakref.ref(model),
         pinned_memory_bytes=None if pinned_memory is None else parse_bytes("pinned_memory", pinned_memory),
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
+        verify=verify,
     )
     groups, own_policies = _without_own_policies(optimizer.param_groups)
     placements = placements_of(groups, names_of(groups, settings.model), own_policies, settings.policy)
@@ -193,6 +197,8 @@ class OffloadOptimizer(Optimizer):
         self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
         self._patch_step_function()
         self._arrangement = Arrangement(self._original, self._settings, self._own_policies, places)
+        chosen = os.environ.get(_MEASURE, "")
+        self._arrangement.measure(int(chosen) if chosen.isdecimal() else 0)
         self._skips = Skips()
         self._neighbours = Neighbours()  # none, until all is well
         self._known_groups = list(self.param_groups)
@@ -302,6 +308,7 @@ class OffloadOptimizer(Optimizer):
             torch.OutOfMemoryError: with a report of who holds what, and what to try next.
             BrokenStepError: an earlier step failed half way.
             CapacityError: ``chunk_bytes`` is too small for this model; the message says the least that works.
+            VerificationError: ``verify=`` was given, and some bit is not what it should be.
             UnsupportedOptimizerError: a sparse gradient, and an optimizer that does not take one; a closure, and an
                 optimizer that evaluates it in the middle of its update; the capture of a CUDA graph.
             PlacementError: a group's ``"offload"`` key makes no sense.
@@ -417,6 +424,23 @@ class OffloadOptimizer(Optimizer):
         """Wait until all offloaded state is exact and at rest on the host."""
         self._require_live()
         self._arrangement.land()
+
+    def measure(self, steps: int = 10) -> None:
+        """Time transfers, updates and waits from now on, for what ``report()`` says of the last ``steps`` steps.
+
+        Marks in the streams do it, which nobody waits for. Forward is told from backward if ``offload`` was given the
+        ``model``. The environment variable ``SIDESTEP_MEASURE=10`` does the same for loops that are not yours.
+
+        Args:
+            steps: how many to keep; 0 ends it.
+
+        Raises:
+            PlacementError: not a whole number, or negative.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise PlacementError(f"steps={steps!r}: give a whole number of steps to keep, or 0 to measure no longer")
+        self._require_live()
+        self._arrangement.measure(steps)
 
     def report(self) -> Report:
         """What is held where, what was moved, what was waited for: measured, as a table.
@@ -566,6 +590,9 @@ def _outside_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
+
+_MEASURE = "SIDESTEP_MEASURE"
+"""The environment variable that says of how many steps to keep the times."""
 
 _SCALE = ("grad_scale", "found_inf")
 _REFUSED = ("step", "state_dict", "load_state_dict", "add_param_group")

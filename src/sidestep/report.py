@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from sidestep import picture, trace
 from sidestep.arrangement import Arrangement, bytes_of
 from sidestep.engine.device import device_at
 from sidestep.engine.threads import thread_budget
+from sidestep.engine.timings import Span
+from sidestep.errors import SidestepError
 from sidestep.gradients import may_leave
 from sidestep.host_update import recipe_for
 from sidestep.kernels import native
 from sidestep.offloaded import OffloadedGradient
 from sidestep.shards import gradient_of
 from sidestep.skips import Skips
+from sidestep.times import Times, times_of
 from sidestep.twins import Cut
 
 
@@ -42,6 +48,8 @@ class Report:
         chunks: number of chunks a step has; ``chunk_bytes``: their size limit; ``fetched_chunks`` and
             ``evicted_chunks``: how many went each way, over all steps.
         notes: what a reader should know, in sentences: how groups are cut, what is not offloaded and why.
+        times: rates, waits and the bottleneck of the last steps, if ``optimizer.measure()`` was called.
+        spans: of each of those steps, what happened when, for ``save`` and ``plot``.
     """
 
     steps: int
@@ -55,6 +63,27 @@ class Report:
     fetched_chunks: int
     evicted_chunks: int
     notes: tuple[str, ...]
+    times: Times | None = None
+    spans: tuple[tuple[Span, ...], ...] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what happened when in the measured steps, as a trace that Chrome and Perfetto open.
+
+        Raises:
+            SidestepError: nothing was measured.
+        """
+        if not self.spans:
+            raise SidestepError("nothing was measured yet: call optimizer.measure(), then train for some steps")
+        trace.save(self.spans, Path(path))
+
+    def plot(self, path: str | os.PathLike[str], *, steps: int = 1) -> None:
+        """Draw the lanes of the last ``steps`` measured steps: a PNG, SVG or PDF, by the path's suffix.
+
+        Raises:
+            SidestepError: nothing was measured, or matplotlib is not installed.
+        """
+        title = "" if self.times is None else f"One step of {self.times.step_seconds * 1e3:,.1f} ms"
+        picture.draw(self.spans[-max(1, steps) :], title, Path(path))
 
     def __str__(self) -> str:
         sized = [("device", name, amount) for name, amount in self.device_bytes.items()]
@@ -68,13 +97,14 @@ class Report:
             f"sidestep: {self.steps:,} steps{skipped}, {self.chunks:,} chunks of at most {_size(self.chunk_bytes)};"
             f" {self.fetched_chunks:,} fetched, {self.evicted_chunks:,} evicted"
         )
-        blocks = [head, _table(rows), _table(moved), _table(waits), "\n".join(self.notes)]
+        told = "" if self.times is None else _told(self.times)
+        blocks = [head, _table(rows), _table(moved), _table(waits), told, "\n".join(self.notes)]
         return "\n\n".join(block for block in blocks if block)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_number = [name not in ("place", "category", "moved", "wait") for name in rows[0]]
+    is_number = [name not in ("place", "category", "moved", "wait", "waited for, in a step") for name in rows[0]]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
@@ -82,6 +112,22 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _told(times: Times) -> str:
+    """The times in words and a table."""
+    rows = [("waited for, in a step", "ms")]
+    rows += [(site, f"{seconds * 1e3:,.2f}") for site, seconds in times.wait_seconds.items()]
+    ways = [
+        f"{_size(round(times.moved_bytes[way]))} {way.replace('_', ' ')} at {rate / 1e9:,.1f} GB/s"
+        for way, rate in times.bytes_per_second.items()
+    ]
+    head = (
+        f"A step of {times.step_seconds * 1e3:,.1f} ms, the mean of {times.steps:,}: {' and '.join(ways)}, of which"
+        f" {times.hidden_share:.0%} was hidden; {times.exposed_seconds * 1e3:,.1f} ms were not. The bottleneck is"
+        f" {times.bottleneck}."
+    )
+    return "\n".join([head, *times.advice, "", _table(rows)])
 
 
 def _size(byte_count: int) -> str:
@@ -93,6 +139,8 @@ def _size(byte_count: int) -> str:
 
 def report_of(arrangement: Arrangement, skips: Skips) -> Report:
     """Measures ``arrangement`` now. Changes nothing; waits only as ``Skips.count`` does."""
+    timings = arrangement.traffic.timings
+    spans = [] if timings is None else timings.steps()
     return Report(
         steps=arrangement.steps - skips.count_run(),
         skipped_steps=skips.count(),
@@ -113,6 +161,8 @@ def report_of(arrangement: Arrangement, skips: Skips) -> Report:
         fetched_chunks=arrangement.traffic.fetched_chunks,
         evicted_chunks=arrangement.traffic.evicted_chunks,
         notes=tuple(_notes(arrangement)),
+        times=times_of(spans, thread_budget()),
+        spans=tuple(map(tuple, spans)),
     )
 
 

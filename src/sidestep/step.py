@@ -11,23 +11,26 @@ parameters and gradients that are brought, into slots on the host, and the new p
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sidestep.chunks import Chunk
-from sidestep.engine.device import device_at
+from sidestep.engine.device import Stream, device_at
 from sidestep.engine.host_slots import HostRing
 from sidestep.engine.layouts import ChunkLayout
-from sidestep.engine.slots import Ring, Slot
+from sidestep.engine.slots import Loose, Ring, Slot
 from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
+from sidestep.engine.traffic import Traffic
 from sidestep.gradients import Inbound
 from sidestep.host_update import HostUpdate, recipe_for
 from sidestep.lending import AnySlot, Lender, Loan, Scaling
 from sidestep.rest import StateAtRest
+from sidestep.shadow import Shadow, ShadowLender, Verifier
 from sidestep.wrapped import ROUNDING, Group, GroupValues, LentGroup, Update, run_on, whole_of, without_rounding
 
 
@@ -48,16 +51,21 @@ class Step:
         rings: dict[torch.device, Ring],
         host_rings: dict[torch.device, HostRing],
         at_rest: StateAtRest,
+        traffic: Traffic,
         *,
         is_counted: bool,
         scaling: Scaling | None = None,
         is_trial: bool = False,
+        verified: Collection[Chunk] = (),
     ) -> None:
         """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk.
 
         ``scaling``: how gradients are unscaled before the optimizer sees them; ``is_trial``: only state is to change.
+        ``verified``: the chunks that are updated a second time, to compare.
         """
         self._is_trial = is_trial
+        self._verified = verified
+        self._shadows: list[Shadow] = []
         self._is_counted = is_counted
         self._optimizer = optimizer
         self._whole = whole_of(optimizer)
@@ -69,6 +77,7 @@ class Step:
         self._rings = rings
         self._host_rings = host_rings
         self._at_rest = at_rest
+        self._traffic = traffic
         rounding = {index: tuple(group[ROUNDING]) for index, group in enumerate(self._groups) if ROUNDING in group}
         self._inbound = Inbound(self._on_device)
         unscales = getattr(optimizer, "grad_scale", None) is not None  # fused kernels do, and count no versions
@@ -87,6 +96,13 @@ class Step:
         if recipe is not None:
             self._host_update = HostUpdate(optimizer, recipe, self._lender, scaling)
         self._values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=is_trial)
+        self._verifier: Verifier | None = None
+        if verified:
+            lender = ShadowLender(optimizer.state, at_rest, self._inbound, scaling, rounding=rounding, is_trial=True)
+            lender.of_step = self._lender
+            again = None if recipe is None else HostUpdate(optimizer, recipe, lender, scaling)
+            values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=True)
+            self._verifier = Verifier(optimizer, update, lender, values, again, at_rest)
         self._results: list[Any] = []
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them
         self.has_changed = False
@@ -119,6 +135,7 @@ class Step:
         self._at_rest.finish()
         for host_ring in self._host_rings.values():
             host_ring.finish()
+        self._check_at_rest()
         self.is_complete = True
         self._expect()
         for ring in self._rings.values():
@@ -133,9 +150,8 @@ class Step:
         self._inbound.take(chunk)
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
         slot = ring.take(chunk) if ring is not None else Slot()
-        loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
-        self._update_chunk(loan)
-        loose, with_slot = self._lender.take_back(loan, slot)
+        with self._timed(chunk, None if ring is None else ring.device.current_stream()):
+            loose, with_slot = self._lend_and_update(chunk, slot)
         if ring is not None:
             ring.evict(slot, loose, with_slot=with_slot)
 
@@ -143,13 +159,44 @@ class Step:
         assert chunk.address is not None
         ring = self._host_rings[chunk.address]
         slot = ring.take(chunk)
-        with host_threads():
-            loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
-            self._update_chunk(loan)
-            loose, _ = self._lender.take_back(loan, slot)
+        with host_threads(), self._timed(chunk, None):
+            loose, _ = self._lend_and_update(chunk, slot)
         for item in loose:
             item.target.copy_(memory_of(item.tensor))
         ring.give_back(slot)
+
+    def _lend_and_update(self, chunk: Chunk, slot: AnySlot) -> tuple[list[Loose], bool]:
+        """Returns the state to evict from outside the slot, and whether the slot's own bytes go out as they are."""
+        loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
+        shadow = None
+        if self._verifier is not None and chunk in self._verified:
+            self._finish_evictions()
+            shadow = self._verifier.shadow_of(chunk, loan)
+        self._update_chunk(loan)
+        if shadow is not None:
+            shadow.check(loan)
+        loose, with_slot = self._lender.take_back(loan, slot)
+        if shadow is not None:
+            shadow.expect_at_rest(slot, loose, with_slot=with_slot)
+            self._shadows.append(shadow)
+        return loose, with_slot
+
+    def _check_at_rest(self) -> None:
+        if self._shadows:
+            self._finish_evictions()
+        for shadow in self._shadows:
+            shadow.check_at_rest()
+
+    def _finish_evictions(self) -> None:
+        for ring in self._rings.values():
+            ring.finish_evictions()
+
+    def _timed(self, chunk: Chunk, stream: Stream | None) -> contextlib.AbstractContextManager[None]:
+        """The update of a chunk on a stream of its device, or by the host; where nothing moves, nothing is timed."""
+        device = None if chunk.address is None else device_at(chunk.address)
+        if device is None:
+            return contextlib.nullcontext()
+        return self._traffic.timed(device, stream, "update", chunk.name, chunk.state_bytes)
 
     def _is_for_kernels(self, chunk: Chunk, slot: AnySlot) -> bool:
         """Whether the native kernels update it, which are for steps on the host that were asked for."""

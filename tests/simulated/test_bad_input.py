@@ -59,7 +59,6 @@ def test_lbfgs_is_refused_with_a_reason() -> None:
         {"device": "cuda"},
         {"device_memory": "24GiB"},
         {"host_memory": 1},
-        {"verify": 3},
     ],
 )
 def test_arguments_that_are_not_built_yet(argument: dict[str, Any]) -> None:

@@ -93,18 +93,20 @@ class HostRing:
         slot = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
         if slot.arrived is not None:
-            self._traffic.waits[sites.HOST_READS_OUTBOUND] += 1
-            self.device.synchronize(slot.arrived, site=sites.HOST_READS_OUTBOUND)
+            self._traffic.synchronize(self.device, slot.arrived, sites.HOST_READS_OUTBOUND)
         slot.sources.clear()
         return slot
 
     def give_back(self, slot: HostSlot) -> None:
         """Send the new values to the device."""
-        for piece, values in slot.values.items():
-            target = memory_of(piece.part_of(piece.subject.own.detach()))
-            self.device.copy(self._fetch, target, memory_of(values))
-            self._traffic.to_device_bytes += values.nbytes
-            torch.autograd.graph.increment_version(piece.parameter)  # as by any update in place
+        assert slot.chunk is not None
+        moved = sum(values.nbytes for values in slot.values.values())
+        with self._traffic.timed(self.device, self._fetch, "fetch", slot.chunk.name, moved):
+            for piece, values in slot.values.items():
+                target = memory_of(piece.part_of(piece.subject.own.detach()))
+                self.device.copy(self._fetch, target, memory_of(values))
+                torch.autograd.graph.increment_version(piece.parameter)  # as by any update in place
+        self._traffic.to_device_bytes += moved
         slot.returned = self.device.record(self._fetch)
         self._clear(slot)
         self._free.append(slot)
@@ -141,9 +143,11 @@ class HostRing:
         if slot.returned is not None:
             self._wait(self._evict, slot.returned, sites.OUTBOUND_WAITS_RETURNED)
         self._wait(self._evict, self.device.record(self.device.current_stream()), sites.OUTBOUND_WAITS_BACKWARD)
-        for target, source in copies:
-            self.device.copy(self._evict, target, source)
-            self._traffic.to_host_bytes += target.nbytes
+        moved = sum(target.nbytes for target, _ in copies)
+        with self._traffic.timed(self.device, self._evict, "evict", slot.chunk.name, moved):
+            for target, source in copies:
+                self.device.copy(self._evict, target, source)
+        self._traffic.to_host_bytes += moved
         slot.arrived = self.device.record(self._evict)
 
     def _lay_out(self, slot: HostSlot, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -183,8 +187,7 @@ class HostRing:
         slot.sources.clear()
 
     def _wait(self, stream: Stream, event: Event, site: str) -> None:
-        self._traffic.waits[site] += 1
-        self.device.wait(stream, event, site=site)
+        self._traffic.wait(self.device, stream, event, site)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from sidestep.engine import sites
 from sidestep.engine.device import Device, Event, Stream
 from sidestep.engine.layouts import ChunkLayout, Span
 from sidestep.engine.stores import HostStore, memory_of
+from sidestep.engine.timings import Kind
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError
 from sidestep.leaves import Key, storage_of
@@ -192,6 +193,10 @@ class Ring:
         self._free.append(slot)
         self._retire_irregular(slot)
 
+    def finish_evictions(self) -> None:
+        """Block the host until all that was evicted is at rest. What was prefetched stays."""
+        self._finish_evictions()
+
     @_whole
     def land(self) -> None:
         """Block the host until all state is at rest, and forget what was prefetched."""
@@ -241,8 +246,7 @@ class Ring:
     def _finish_evictions(self) -> None:
         if self._worker is not None:
             self._finish_worker(self.device.record(self._worker), sites.HOST_READS_SCATTERED)
-        self._count(sites.HOST_READS_EVICTED)
-        self.device.synchronize(self.device.record(self._evict), site=sites.HOST_READS_EVICTED)
+        self._traffic.synchronize(self.device, self.device.record(self._evict), sites.HOST_READS_EVICTED)
 
     def _forget_chunks(self) -> None:
         self._upcoming.clear()
@@ -283,9 +287,10 @@ class Ring:
         direct = [span for span in layout.spans if not self._is_staged(slot, span)]
         if chunk in self._scatters and any(not span.slab.is_pinned for span in direct):
             self._finish_worker(self._scatters[chunk], sites.FETCH_WAITS_OWN_SCATTER)
-        for span in direct:
-            self.device.copy(self._fetch, span.within(slot.buffer), span.at_rest)
         if direct:
+            with self._timed_copies(self._fetch, "fetch", chunk, sum(span.byte_count for span in direct)):
+                for span in direct:
+                    self.device.copy(self._fetch, span.within(slot.buffer), span.at_rest)
             slot.fetched = self.device.record(self._fetch)
         staged = [span for span in layout.spans if self._is_staged(slot, span)]
         if staged:
@@ -306,8 +311,10 @@ class Ring:
         assert slot.buffer is not None
         assert slot.staging is not None
         self._finish_worker(slot.gathered, sites.FETCH_WAITS_GATHER)
-        for span in slot.layout.spans:
-            if self._is_staged(slot, span):
+        assert slot.chunk is not None
+        staged = [span for span in slot.layout.spans if self._is_staged(slot, span)]
+        with self._timed_copies(self._fetch, "fetch", slot.chunk, sum(span.byte_count for span in staged)):
+            for span in staged:
                 self.device.copy(self._fetch, span.within(slot.buffer), span.within(slot.staging))
         slot.fetched = self.device.record(self._fetch)
 
@@ -366,12 +373,14 @@ class Ring:
         assert slot.chunk is not None
         current = self.device.current_stream()
         self._wait(self._evict, self.device.record(current), sites.EVICT_WAITS_UPDATE)
-        for span in spans:
-            assert slot.buffer is not None
-            target = span.within(slot.staging) if self._is_staged(slot, span) else span.at_rest  # type: ignore[arg-type]
-            self.device.copy(self._evict, target, span.within(slot.buffer))
-        for item in loose:
-            self.device.copy(self._evict, item.target, memory_of(item.tensor))
+        moved = sum(span.byte_count for span in spans) + sum(item.target.numel() for item in loose)
+        with self._timed_copies(self._evict, "evict", slot.chunk, moved):
+            for span in spans:
+                assert slot.buffer is not None
+                target = span.within(slot.staging) if self._is_staged(slot, span) else span.at_rest  # type: ignore[arg-type]
+                self.device.copy(self._evict, target, span.within(slot.buffer))
+            for item in loose:
+                self.device.copy(self._evict, item.target, memory_of(item.tensor))
         slot.drained = self._evictions[slot.chunk] = self.device.record(self._evict)
         slot.newborn.extend(item.tensor for item in loose)
         slot.newborn_stream = current
@@ -387,7 +396,6 @@ class Ring:
             )
             self._scatters[slot.chunk] = self.device.record(self._worker)
         self._traffic.evicted_chunks += bool(spans or loose)
-        moved = sum(span.byte_count for span in spans) + sum(item.target.numel() for item in loose)
         self._traffic.to_host_bytes += moved
 
     def _free_newborn(self, slot: Slot) -> None:
@@ -432,19 +440,19 @@ class Ring:
         return not span.slab.is_pinned and slot.staging is not None
 
     def _wait(self, stream: Stream, event: Event, site: str) -> None:
-        self._count(site)
-        self.device.wait(stream, event, site=site)
+        self._traffic.wait(self.device, stream, event, site)
+
+    def _timed_copies(
+        self, stream: Stream, kind: Kind, chunk: Chunk, byte_count: int
+    ) -> contextlib.AbstractContextManager[None]:
+        return self._traffic.timed(self.device, stream, kind, chunk.name, byte_count)
 
     def _finish_worker(self, event: Event, site: str) -> None:
         """Block the host until the worker has come so far."""
-        self._count(site)
         try:
-            self.device.synchronize(event, site=site)
+            self._traffic.synchronize(self.device, event, site)
         except Exception as error:
             raise BrokenStepError(f"a host worker failed to move optimizer state ({error!r})") from error
-
-    def _count(self, site: str) -> None:
-        self._traffic.waits[site] += 1
 
 
 def _copied(spans: Sequence[Span]) -> int:

@@ -78,7 +78,9 @@ class Transit:
         self._wait(self._evict, self.device.record(current), sites.DEPARTURE_WAITS_GRADIENT)
         if berth.fetched is not None:
             self._wait(self._evict, berth.fetched, sites.DEPARTURE_WAITS_ARRIVAL)
-        self.device.copy(self._evict, berth.memory[start_bytes : start_bytes + tensor.nbytes], memory_of(tensor))
+        target = berth.memory[start_bytes : start_bytes + tensor.nbytes]
+        with self._traffic.timed(self.device, self._evict, "evict", "gradient", tensor.nbytes):
+            self.device.copy(self._evict, target, memory_of(tensor))
         berth.departed = self.device.record(self._evict)
         self._departing.append((tensor, berth.departed, current))
         self.held_bytes += tensor.nbytes
@@ -96,8 +98,9 @@ class Transit:
         if self._worker is None:
             self._worker = self.device.new_stream("worker", host=True)
         assert landing.departed is not None
-        self._traffic.waits[sites.ADDITION_WAITS_DEPARTURE] += 1  # by then the other one, sent before, has arrived too
-        self.device.wait(self._worker, landing.departed, site=sites.ADDITION_WAITS_DEPARTURE)
+        self._wait(
+            self._worker, landing.departed, sites.ADDITION_WAITS_DEPARTURE
+        )  # then the other, sent before, is there
         self.device.launch(
             self._worker, functools.partial(add, landing.memory, berth.memory), byte_count=3 * tensor.nbytes
         )
@@ -107,8 +110,7 @@ class Transit:
     def _finish_addition(self, berth: Berth, site: str) -> None:
         """Block the host until the worker is done with this memory: a device stream cannot wait for it."""
         if berth.added is not None:
-            self._traffic.waits[site] += 1
-            self.device.synchronize(berth.added, site=site)
+            self._traffic.synchronize(self.device, berth.added, site)
             berth.added = None
 
     def finish_sum(self, berth: Berth) -> None:
@@ -127,7 +129,9 @@ class Transit:
         self._wait(self._fetch, self.device.record(self.device.current_stream()), sites.ARRIVAL_WAITS_MEMORY)
         if berth.departed is not None:
             self._wait(self._fetch, berth.departed, sites.ARRIVAL_WAITS_DEPARTURE)
-        self.device.copy(self._fetch, memory_of(tensor), berth.memory[start_bytes : start_bytes + layout.byte_count])
+        source = berth.memory[start_bytes : start_bytes + layout.byte_count]
+        with self._traffic.timed(self.device, self._fetch, "fetch", "gradient", layout.byte_count):
+            self.device.copy(self._fetch, memory_of(tensor), source)
         self._traffic.gradients_to_device_bytes += layout.byte_count
         berth.fetched = self.device.record(self._fetch)
         return Arrival(tensor, berth.fetched)
@@ -150,8 +154,7 @@ class Transit:
         self._finish_addition(berth, sites.HOST_READS_SUM)
         for event in (berth.departed, berth.fetched):
             if event is not None:
-                self._traffic.waits[sites.HOST_READS_DEPARTED] += 1
-                self.device.synchronize(event, site=sites.HOST_READS_DEPARTED)
+                self._traffic.synchronize(self.device, event, sites.HOST_READS_DEPARTED)
         return berth.memory
 
     def forget_spare(self) -> None:
@@ -165,5 +168,4 @@ class Transit:
         self.held_bytes -= tensor.nbytes
 
     def _wait(self, stream: Stream, event: Event, site: str) -> None:
-        self._traffic.waits[site] += 1
-        self.device.wait(stream, event, site=site)
+        self._traffic.wait(self.device, stream, event, site)
