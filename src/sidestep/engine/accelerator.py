@@ -31,6 +31,8 @@ class DeviceStream:
 class Accelerator:
     """One accelerator. Implements ``sidestep.engine.device.Device``."""
 
+    has_data = True
+
     def __init__(self, address: torch.device) -> None:
         self.address = address
 

@@ -94,6 +94,10 @@ class Device(Protocol):
             PinError: the driver refused.
         """
 
+    @property
+    def has_data(self) -> bool:
+        """Whether what is launched is run at all: not where only times are simulated."""
+
     def is_capturing(self) -> bool:
         """Whether the current stream's work is being recorded, as a CUDA graph, instead of done."""
 

@@ -28,6 +28,7 @@ COPY = aten.copy_.default
 FILL = aten.fill_.Tensor
 FOREACH_COPY = aten._foreach_copy_.default
 CACHED_CALLS_LIMIT = 1000
+LARGE_ELEMENTS = 4096  # of operations on the host that take virtual time
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -159,7 +160,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
             self._latest.clear()
         self._latest[call], self._last_call = there, call
         if there is None:
-            return func(*operands.args, **operands.kwargs)
+            return self._on_host(func, traits, operands)
         self._machine.settle()
         if not _on(there, homes):
             result = self._cross(func, traits, operands, homes, there, call)
@@ -172,6 +173,20 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         if plan.now:
             return self._run_now(func, traits, operands, there)
         return self._defer(func, traits, operands, homes, there, plan)
+
+    def _on_host(self, func: Any, traits: Traits, operands: Operands) -> Any:
+        """What has nothing to do with a device. In virtual time, it takes its time if it is large."""
+        clock = self._machine.clock
+        if clock is None or traits.view or all(tensor.numel() < LARGE_ELEMENTS for tensor in operands.tensors):
+            return func(*operands.args, **operands.kwargs)
+        plan = Plan(now=True) if self._machine.has_data else plan_of(func, traits, operands)
+        if plan.now:
+            results = func(*operands.args, **operands.kwargs)
+        else:
+            results = _results_of(traits, operands, plan, lambda layout: (_room_on_host(layout), None))[0]
+        touched = [*operands.tensors, *(item for item in _flat(results) if isinstance(item, torch.Tensor))]
+        clock.work(None, func._schema.name, sum(tensor.numel() * tensor.element_size() for tensor in touched))
+        return results
 
     def _cross(
         self,
@@ -274,6 +289,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
 
     def _run_now(self, func: Any, traits: Traits, operands: Operands, device: SimulatedDevice) -> Any:
         """Run an operation whose results the host needs, or cannot foretell, once the stream has come so far."""
+        self._time(device, func, traits, operands, None)
         self._machine.finish(device.current_stream())
         tensors = operands.tensors
         if traits.mutable:  # a sparse tensor may grow, which device memory cannot
@@ -298,27 +314,29 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         device: SimulatedDevice,
         plan: Plan,
     ) -> Any:
-        seed, generator = self._draw_seed(traits, operands)
         category = current_category()
-        results: list[Any] = []
-        outputs: list[Any] = []
+        made, outputs = _results_of(traits, operands, plan, lambda layout: _allocate(device, layout, category))
+        if not traits.unfilled:
+            self._time(device, func, traits, operands, made)
+        if not self._machine.has_data:
+            return made
+        seed, generator = self._draw_seed(traits, operands)
         aliases = [
             tensor.clone() if home is None else home.alias(tensor)
             for tensor, home in zip(operands.tensors, homes, strict=True)
         ]
         args, kwargs = operands.replaced(iter(aliases), HOST, generator)
-        for name, layout in zip(traits.returned, plan.results, strict=True):
-            if name is None:
-                result, output = _allocate(device, layout, category)
-            else:
-                result, output = operands.argument(traits, name), None
-            results.append(result)
-            outputs.append(output)
         if not traits.unfilled:  # new memory reads as NaN
             self._machine.enqueue(device.current_stream(), Call(func, args, kwargs, tuple(outputs), seed))
-        if not results:
-            return None
-        return tuple(results) if len(results) > 1 else results[0]
+        return made
+
+    def _time(self, device: SimulatedDevice, func: Any, traits: Traits, operands: Operands, results: Any) -> None:
+        """Let the operation take its virtual time in the current stream."""
+        clock, costs = self._machine.clock, self._machine.costs
+        if clock is not None and costs is not None:
+            seconds, byte_count, flops = costs.of(func, traits, operands, results)
+            lane = device.current_stream().lane
+            clock.compute(lane, f"{device.address} computes", func._schema.name, _phase(), seconds, byte_count, flops)
 
     def _draw_seed(self, traits: Traits, operands: Operands) -> tuple[int | None, torch.Generator | None]:
         """The seed of a random operation, from the generator that it would draw from."""
@@ -330,6 +348,40 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         if operands.generator is None:
             return seed, None
         return None, torch.Generator().manual_seed(seed)
+
+
+def _phase() -> str:
+    """What the operations that come now belong to, as far as one can tell."""
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "update"
+
+
+def _results_of(
+    traits: Traits, operands: Operands, plan: Plan, allocate: Callable[[Any], tuple[Any, Any]]
+) -> tuple[Any, list[Any]]:
+    """What an operation returns, and for each result that is new what the closure that computes it sees of it."""
+    results: list[Any] = []
+    outputs: list[Any] = []
+    for name, layout in zip(traits.returned, plan.results, strict=True):
+        result, output = allocate(layout) if name is None else (operands.argument(traits, name), None)
+        results.append(result)
+        outputs.append(output)
+    if not results:
+        return None, outputs
+    return tuple(results) if len(results) > 1 else results[0], outputs
+
+
+def _room_on_host(layout: Any) -> Any:
+    """Memory that nobody touches."""
+    if layout is None or isinstance(layout, list):
+        return layout and [_room_on_host(item) for item in layout]
+    with Beneath():
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype)
+
+
+def _flat(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
 def _length_of_lists(operands: Operands) -> int:

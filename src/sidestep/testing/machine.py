@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sidestep.testing.costs import Costs
 from sidestep.testing.layers import Beneath
-from sidestep.testing.memory import Residences
+from sidestep.testing.memory import Block, Residences
 from sidestep.testing.streams import Event, Scheduler, Stream, Work
+from sidestep.testing.virtual_time import Clock, Rates
 
 if TYPE_CHECKING:
     from sidestep.testing.simulated import SimulatedDevice
@@ -49,7 +51,11 @@ def copying(target: torch.Tensor, source: torch.Tensor) -> Work:
 class Machine:
     """One host with its simulated devices. Everything that happens in it happens in one thread."""
 
-    def __init__(self, schedule: str, seed: int) -> None:
+    def __init__(self, schedule: str, seed: int, rates: Rates | None = None, *, has_data: bool = True) -> None:
+        """``rates``: for virtual time; without ``has_data`` nothing is computed or copied."""
+        self.clock = None if rates is None else Clock(rates)
+        self.costs = None if rates is None else Costs(rates)
+        self.has_data = has_data
         self.scheduler = Scheduler(schedule, seed)
         self.residences = Residences()
         self.devices: dict[torch.device, SimulatedDevice] = {}
@@ -67,13 +73,16 @@ class Machine:
 
     def enqueue(self, stream: Stream, entry: Work | Event) -> None:
         """Put ``entry`` at the end of ``stream``."""
-        self.scheduler.enqueue(stream, entry)
+        if self.has_data:
+            self.scheduler.enqueue(stream, entry)
 
     def finish(self, stream: Stream) -> None:
         """Block the host until everything now in ``stream`` is done."""
         stream.owner.host_synchronizations += 1
         self.settle()
         self.scheduler.force(Event(stream, stream.enqueued))
+        if self.clock is not None:
+            self.clock.synchronize(stream.lane, stream.lane.enqueued, "host reads")
 
     def transfer(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, *, asynchronous: bool) -> None:
         """Copy between host and device on ``stream``; asynchronously if asked to and the host side is page-locked."""
@@ -82,18 +91,27 @@ class Machine:
         if into is not None and out_of is not None:
             self._copy_across(into.device, target, out_of.device, source)
             return
+        direction = "to_device" if into is not None else "to_host"
+        byte_count = source.numel() * source.element_size()
+        stream.owner.allocator.ledger.copied(direction, stream.name, byte_count)
         with Beneath():
-            host_side = source if into is not None else target
-            blocking = not (asynchronous and self.residences.pinned(host_side))
+            is_pinned = self.residences.pinned(source if into is not None else target)
+        if self.clock is not None:
+            self.clock.copy(stream.lane, f"{stream.owner.address} {direction}", byte_count, pinned=is_pinned)
+        if self.has_data:
+            self._enqueue_halves(stream, target, into, source, out_of)
+        if not (asynchronous and is_pinned):
+            self.finish(stream)
+
+    def _enqueue_halves(
+        self, stream: Stream, target: torch.Tensor, into: Block | None, source: torch.Tensor, out_of: Block | None
+    ) -> None:
+        with Beneath():
             there = into.alias(target) if into is not None else target.detach()
             here = out_of.alias(source) if out_of is not None else source.detach()
             pieces = list(halves(there, here))
-        direction = "to_device" if into is not None else "to_host"
-        stream.owner.allocator.ledger.copied(direction, stream.name, source.numel() * source.element_size())
         for piece in pieces:
             self.enqueue(stream, copying(*piece))
-        if blocking:
-            self.finish(stream)
 
     def _copy_across(
         self, there: SimulatedDevice, target: torch.Tensor, here: SimulatedDevice, source: torch.Tensor
@@ -101,8 +119,9 @@ class Machine:
         """Copy from device to device, as if both were synchronized first."""
         self.finish(here.current_stream())
         self.finish(there.current_stream())
-        with Beneath():
-            target.detach().copy_(source)
+        if self.has_data:
+            with Beneath():
+                target.detach().copy_(source)
 
     def move(
         self,

@@ -34,9 +34,11 @@ def round_up(byte_count: int, unit: int) -> int:
     return max(1, -(-byte_count // unit)) * unit
 
 
-def poisoned_bytes(byte_count: int, alignment: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Fresh memory of exactly ``byte_count`` bytes, aligned, that reads as NaN."""
-    raw = np.full(byte_count + alignment, POISON, dtype=np.uint8)
+def fresh_bytes(byte_count: int, alignment: int, *, has_data: bool = True) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Memory of exactly ``byte_count`` bytes, aligned, that reads as NaN; without data, room that nobody touches."""
+    raw = np.empty(byte_count + alignment, dtype=np.uint8)
+    if has_data:
+        raw.fill(POISON)
     start = -raw.ctypes.data % alignment
     return raw[start : start + byte_count]
 
@@ -69,14 +71,14 @@ class Block:
         "stream",
     )
 
-    def __init__(self, allocator: Allocator, stream: Stream, size_bytes: int) -> None:
+    def __init__(self, allocator: Allocator, stream: Stream, size_bytes: int, *, has_data: bool) -> None:
         self.allocator = allocator
         self.stream = stream
         self.size_bytes = size_bytes
         self.category = "temporary"
         self.guards: list[Event] = []
         self.is_given_up = False  # its storage was resized to nothing
-        self.buffer = poisoned_bytes(size_bytes, 64)
+        self.buffer = fresh_bytes(size_bytes, 64, has_data=has_data)
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
@@ -183,9 +185,17 @@ class Allocator:
     """
 
     def __init__(
-        self, name: str, capacity_bytes: int | None, scheduler: Scheduler, residences: Residences, faults: Faults
+        self,
+        name: str,
+        capacity_bytes: int | None,
+        scheduler: Scheduler,
+        residences: Residences,
+        faults: Faults,
+        *,
+        has_data: bool = True,
     ) -> None:
         self.name = name
+        self._has_data = has_data
         self.capacity_bytes = capacity_bytes
         self.ledger = Ledger()
         self.released: collections.deque[Block] = collections.deque()
@@ -223,7 +233,7 @@ class Allocator:
         """Take the memory from under the storage, as by ``resize_(0)``: what reads it after that sees NaN."""
         block.is_given_up = True
         self.ledger.add(block.category, -block.size_bytes)
-        self._scheduler.enqueue(block.stream, block.poison)
+        self._poison(block)
 
     def take_again(self, block: Block) -> None:
         """Put new memory, uninitialised, under a storage that had given its own up."""
@@ -238,7 +248,7 @@ class Allocator:
             self.ledger.add(block.category, -block.size_bytes)
         block.is_given_up = False
         block.reference = None
-        self._scheduler.enqueue(block.stream, block.poison)
+        self._poison(block)
         if self._cached_bytes + block.size_bytes > CACHED_BYTES_LIMIT:
             self._free.clear()
             self._cached_bytes = 0
@@ -255,10 +265,14 @@ class Allocator:
             block = cached.pop()
             self._cached_bytes -= size_bytes
         else:
-            block = Block(self, stream, size_bytes)
+            block = Block(self, stream, size_bytes, has_data=self._has_data)
         block.category = category
         self.ledger.add(category, size_bytes)
         return block
+
+    def _poison(self, block: Block) -> None:
+        if self._has_data:
+            self._scheduler.enqueue(block.stream, block.poison)
 
     def _fits(self, size_bytes: int) -> bool:
         """Whether there is room, after waiting for guarded blocks if that makes it, as CUDA's allocator does."""

@@ -6,12 +6,12 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from sidestep.engine.device import DeviceMemory, register, unregister
-from sidestep.errors import NotYetError, PinError, SimulationError
+from sidestep.errors import PinError, SimulationError
 from sidestep.testing.dispatch import Operations, run_on_host
 from sidestep.testing.engines import Engines
 from sidestep.testing.faults import Faults
@@ -19,9 +19,10 @@ from sidestep.testing.labels import Labels
 from sidestep.testing.layers import Beneath
 from sidestep.testing.ledger import Ledger
 from sidestep.testing.machine import Machine, copying, current_category
-from sidestep.testing.memory import PAGE_BYTES, Allocator, poisoned_bytes, round_up
+from sidestep.testing.memory import PAGE_BYTES, Allocator, fresh_bytes, round_up
 from sidestep.testing.streams import Event, Stream
 from sidestep.testing.transfers import Interception
+from sidestep.testing.virtual_time import Mark, Rates, Span
 
 PlacedT = TypeVar("PlacedT", torch.nn.Module, torch.Tensor)
 
@@ -42,8 +43,8 @@ class SimulatedDevice:
         schedule: ``"eager"``, ``"lazy"``, ``"starve:<stream>"`` or ``"random"``; see ``streams.Scheduler``.
         seed: of the random schedule.
         capacity_bytes: beyond this an allocation raises ``torch.OutOfMemoryError``.
-        hardware: not yet.
-        data: not yet, other than ``True``.
+        hardware: a ``sidestep.Hardware``, or what has its rates: the device then keeps virtual time.
+        data: ``False`` computes and copies nothing, and needs ``hardware``: models of any size run, for their times.
         index: of the address. A device that is entered inside the context of another joins its machine and schedule.
         deleted_waits: see ``delete_wait``.
 
@@ -57,15 +58,15 @@ class SimulatedDevice:
         schedule: str = "random",
         seed: int = 0,
         capacity_bytes: int | None = None,
-        hardware: Any = None,
+        hardware: Rates | None = None,
         data: bool = True,
         index: int = 0,
         deleted_waits: Iterable[str] = (),
     ) -> None:
-        if hardware is not None:
-            raise NotYetError("SimulatedDevice(hardware=...), virtual time, is not built yet")
-        if not data:
-            raise NotYetError("SimulatedDevice(data=False), simulation without values, is not built yet")
+        if not data and hardware is None:
+            raise SimulationError("SimulatedDevice(data=False) is about time: give it hardware=, a sidestep.Hardware")
+        self._hardware = hardware
+        self.has_data = data
         self.address = torch.device("cpu", index)
         self.waits: collections.Counter[str] = collections.Counter()
         self.host_synchronizations = 0
@@ -89,13 +90,24 @@ class SimulatedDevice:
         return self.allocator.ledger
 
     def __enter__(self) -> SimulatedDevice:
-        machine = _devices[-1]._machine if _devices else Machine(self._schedule, self._seed)
+        if _devices:
+            machine = _devices[-1]._machine
+        else:
+            machine = Machine(self._schedule, self._seed, self._hardware, has_data=self.has_data)
         if self.address in machine.devices:
             raise SimulationError(f"there is a device at {self.address} already; give the second one another index")
+        if machine.has_data is not self.has_data:
+            raise SimulationError("devices of one machine have data=True all, or data=False all")
         self._machine = machine
         self._residences = machine.residences
+        self._set_capacities()
         self.allocator = Allocator(
-            self._name, self._capacity_bytes, machine.scheduler, machine.residences, self._faults
+            self._name,
+            self._capacity_bytes,
+            machine.scheduler,
+            machine.residences,
+            self._faults,
+            has_data=self.has_data,
         )
         self._current = self.new_stream("compute")
         self._layers = contextlib.ExitStack()
@@ -140,6 +152,8 @@ class SimulatedDevice:
         """Run everything in every stream. Raises what a host worker raised and nobody has seen."""
         self._machine.settle()
         self._machine.scheduler.drain()
+        if self._machine.clock is not None:
+            self._machine.clock.drain()
         for stream in self._machine.scheduler.streams:
             self._raise_error_of(stream)
 
@@ -147,7 +161,8 @@ class SimulatedDevice:
 
     def new_stream(self, name: str, *, host: bool = False) -> Stream:
         """A new device stream, or with ``host`` a new host worker."""
-        stream = Stream(name, self, host=host)
+        clock = self._machine.clock
+        stream = Stream(name, self, host=host, lane=None if clock is None else clock.lane(name))
         self._machine.scheduler.streams.append(stream)
         return stream
 
@@ -158,7 +173,7 @@ class SimulatedDevice:
     def record(self, stream: Stream) -> Event:
         """An event that is complete once everything now in ``stream`` is done."""
         own = self._own(stream)
-        return Event(own, own.enqueued)
+        return Event(own, own.enqueued, own.lane.enqueued)
 
     def wait(self, stream: Stream, event: Event, *, site: str) -> None:
         """Whatever is put in ``stream`` from now on runs after ``event``."""
@@ -172,6 +187,8 @@ class SimulatedDevice:
         self.waits[site] += 1
         if site not in self._faults.deleted_waits:
             self._machine.enqueue(own, event)
+            if self._machine.clock is not None:
+                self._machine.clock.wait(own.lane, event.stream.lane, event.timed_sequence, site)
 
     def synchronize(self, event: Event, *, site: str) -> None:
         """Run what ``event`` comes after, and nothing more. Re-raises the error of a host worker, once."""
@@ -182,6 +199,8 @@ class SimulatedDevice:
         self.host_synchronizations += 1
         self._machine.settle()
         self._machine.scheduler.force(event)
+        if self._machine.clock is not None:
+            self._machine.clock.synchronize(event.stream.lane, event.timed_sequence, site)
         self._raise_error_of(event.stream)
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -213,18 +232,42 @@ class SimulatedDevice:
 
         self._machine.settle()
         self._machine.enqueue(worker, work)
+        if self._machine.clock is not None:
+            self._machine.clock.work(worker.lane, "work", byte_count)
 
     def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
-        """Run ``function`` here and now."""
-        function()
+        """Run ``function`` here and now. In virtual time, the host is busy with it."""
+        if self.has_data:
+            function()
+        if self._machine.clock is not None:
+            self._machine.clock.work(None, "work", byte_count)
 
-    def mark(self, stream: Stream | None) -> Any:
-        """A point in the stream's order; of ``None``, now on the host."""
-        return None if stream is None else self.record(stream)
+    def mark(self, stream: Stream | None) -> Mark:
+        """A point in the stream's order, in virtual time; of ``None``, now on the host."""
+        clock = self._machine.clock
+        return Mark() if clock is None else clock.mark(None if stream is None else self._own(stream).lane)
 
-    def seconds(self, mark: Any) -> float | None:
-        """``None``: without hardware there is no clock."""
-        return None
+    def seconds(self, mark: Mark) -> float | None:
+        """When the mark was reached, in virtual time; ``None`` if it was not yet, or if there is no such time."""
+        return mark.at
+
+    @property
+    def spans(self) -> list[Span]:
+        """Everything that took virtual time so far, in the order in which it ended."""
+        return [] if self._machine.clock is None else self._machine.clock.spans
+
+    @property
+    def host_seconds(self) -> float:
+        """Virtual time, as the host has it: it moves when the host waits, or works."""
+        return 0.0 if self._machine.clock is None else self._machine.clock.host_seconds
+
+    def _set_capacities(self) -> None:
+        if self._machine.clock is not None and self._hardware is not None:
+            self._machine.clock.capacities |= {
+                f"{self.address} to_device": self._hardware.to_device_bytes_per_second,
+                f"{self.address} to_host": self._hardware.to_host_bytes_per_second,
+                f"{self.address} computes": 1.0,
+            }
 
     def empty(self, byte_count: int) -> torch.Tensor:
         """Device memory that reads as NaN, (byte_count,) uint8, labelled staging; the current stream owns it."""
@@ -249,7 +292,7 @@ class SimulatedDevice:
         self._residences.settle_pins()
         if self._faults.refuses_pin(self.allocator.ledger.now("pinned") + size_bytes):
             raise PinError(f"the simulated device was told to refuse to page-lock these {byte_count:,} bytes")
-        memory = poisoned_bytes(size_bytes, PAGE_BYTES)
+        memory = fresh_bytes(size_bytes, PAGE_BYTES, has_data=self.has_data)
         self._residences.pin(memory, self.allocator.ledger)
         with Beneath():
             return torch.frombuffer(memory, dtype=torch.uint8)[:byte_count]

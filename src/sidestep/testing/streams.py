@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sidestep.errors import SimulationError
+from sidestep.testing.virtual_time import Lane
 
 if TYPE_CHECKING:
     from sidestep.testing.simulated import SimulatedDevice
@@ -26,6 +27,7 @@ class Event:
 
     stream: Stream
     sequence: int
+    timed_sequence: int = 0  # the same in virtual time
 
     @property
     def complete(self) -> bool:
@@ -36,13 +38,14 @@ class Event:
 class Stream:
     """A FIFO of work and of events to wait for; with ``host``, a host worker.
 
-    ``owner`` is the device it belongs to. ``error`` is the first exception of a worker that nobody has seen yet; a
-    worker that ``is_dead`` does nothing more.
+    ``owner`` is the device it belongs to; ``lane`` is what it is in virtual time, where there is one. ``error`` is the
+    first exception of a worker that nobody has seen yet; a worker that ``is_dead`` does nothing more.
     """
 
-    __slots__ = ("done", "enqueued", "entries", "error", "host", "is_dead", "name", "owner", "running")
+    __slots__ = ("done", "enqueued", "entries", "error", "host", "is_dead", "lane", "name", "owner", "running")
 
-    def __init__(self, name: str, owner: SimulatedDevice, *, host: bool = False) -> None:
+    def __init__(self, name: str, owner: SimulatedDevice, *, host: bool = False, lane: Lane | None = None) -> None:
+        self.lane = Lane(name) if lane is None else lane  # in virtual time
         self.name = name
         self.owner = owner
         self.host = host
