@@ -96,10 +96,10 @@ class Tampered:
             self._delay(stream)
         self._device.copy(stream, target, source)
 
-    def launch(self, stream: Any, function: Callable[[], None]) -> None:
+    def launch(self, stream: Any, function: Callable[[], None], *, byte_count: int = 0) -> None:
         if self._late == "worker":
             self._device.launch(stream, functools.partial(time.sleep, 1e-3))
-        self._device.launch(stream, function)
+        self._device.launch(stream, function, byte_count=byte_count)
 
     def _delay(self, stream: Any) -> None:
         """About a millisecond of work on a real stream. The simulated device has its schedule instead."""
@@ -127,6 +127,10 @@ PRODUCERS = {
     sites.HOST_READS_OUTBOUND: "evict",
     sites.DEPARTURE_WAITS_GRADIENT: "current",
     sites.DEPARTURE_WAITS_ARRIVAL: "fetch",
+    sites.DEPARTURE_WAITS_ADDITION: "worker",
+    sites.ADDITION_WAITS_DEPARTURE: "evict",
+    sites.ARRIVAL_WAITS_ADDITION: "worker",
+    sites.HOST_READS_SUM: "worker",
     sites.BACKWARD_WAITS_DEPARTURE: "evict",
     sites.ARRIVAL_WAITS_DEPARTURE: "evict",
     sites.ARRIVAL_WAITS_MEMORY: "current",

@@ -8,7 +8,7 @@ from sidestep.placement import Placement
 from sidestep.report import Report
 
 __version__ = "0.1.0"
-__all__ = ["OffloadOptimizer", "Placement", "Report", "SidestepError", "offload", "testing"]
+__all__ = ["Hardware", "OffloadOptimizer", "Placement", "Report", "SidestepError", "offload", "testing"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +16,8 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("sidestep.testing")
+    if name == "Hardware":
+        from sidestep.planning.hardware import Hardware
+
+        return Hardware
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

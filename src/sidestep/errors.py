@@ -3,6 +3,7 @@
     SidestepError
     ├── PlacementError             (ValueError)           a placement, or an argument of ``offload``, makes no sense
     ├── ConfigurationError         (ValueError)           another library's configuration cannot be read, and which key
+    ├── HardwareError              (ValueError)           a description of a machine makes no sense, or is not known
     ├── NotYetError                (NotImplementedError)  a promised part that is not built yet, by name
     ├── UnsupportedOptimizerError  (TypeError)            this optimizer cannot be offloaded, and why
     ├── StateDictError             (ValueError)           a state dict does not fit; nothing was changed
@@ -26,6 +27,10 @@ class PlacementError(SidestepError, ValueError):
 
 class ConfigurationError(SidestepError, ValueError):
     """Another library's configuration cannot be read; the message names the key."""
+
+
+class HardwareError(SidestepError, ValueError):
+    """A description of a machine makes no sense, or there is no preset of that name."""
 
 
 class NotYetError(SidestepError, NotImplementedError):

@@ -34,7 +34,7 @@ def draw(steps: Sequence[Sequence[Span]], title: str, path: Path) -> None:
     Raises:
         SidestepError: matplotlib is not installed, or there is nothing to draw.
     """
-    spans = [span for step in steps for span in step]
+    spans = [span for step in steps for span in step if span.kind != "wait" or span.lane in ("compute", "host")]
     if not spans:
         raise SidestepError("nothing was measured yet: call optimizer.measure(), then train for some steps")
     try:

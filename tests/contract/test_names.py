@@ -15,9 +15,9 @@ from sidestep.engine import sites
 PACKAGE = Path(sidestep.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What the design makes public. Names that later versions bring: offload_parameters, plan, Plan, Hardware, and the
+# What the design makes public. Names that later versions bring: offload_parameters, plan, Plan, and the
 # modules checkpoint and integrations.
-PUBLIC = ["OffloadOptimizer", "Placement", "Report", "SidestepError", "offload", "testing"]
+PUBLIC = ["Hardware", "OffloadOptimizer", "Placement", "Report", "SidestepError", "offload", "testing"]
 
 # Words that say nothing about what a thing does.
 EMPTY_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "info", "misc"}

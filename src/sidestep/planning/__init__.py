@@ -1,0 +1,1 @@
+"""What fits, what to move where, and what it costs."""
