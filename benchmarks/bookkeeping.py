@@ -56,7 +56,7 @@ class Nothing:
     def copy(self, stream: str, target: torch.Tensor, source: torch.Tensor) -> None:
         pass
 
-    def launch(self, stream: str, function: Callable[[], None]) -> None:
+    def launch(self, stream: str, function: Callable[[], None], *, byte_count: int = 0) -> None:
         function()
 
     def empty(self, byte_count: int) -> torch.Tensor:

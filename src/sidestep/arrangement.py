@@ -628,6 +628,10 @@ class Arrangement:
                 if home.is_encoded and tensor_at(state.get(subject.parameter), key) is home.tensor:
                     entries = decoded.setdefault(subject.parameter, dict(state[subject.parameter]))
                     put(entries, {key: as_known(subject, key, home.tensor)})
+        for parameter, correction in masters.corrections_in(state):  # also where nothing was planned yet
+            entries = decoded.setdefault(parameter, dict(state[parameter]))
+            if entries[MASTER] is correction:
+                put(entries, {MASTER: masters.joined(parameter, local_of(correction))})
         if not decoded:
             yield
             return

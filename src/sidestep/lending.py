@@ -488,10 +488,11 @@ class Lender:
     def _all_with_homes(self, loan: Loan, moved: list[Moved]) -> Iterator[Moved]:
         instead = {(lent.piece, key): value for lent, key, value in moved}
         for lent in loan.pieces:
-            master = lent.in_slot.get(MASTER) if lent.piece.subject.splits_master else lent.values
+            kept = lent.in_slot.get(MASTER) if lent.piece.subject.splits_master else lent.values
+            master = instead.get((lent.piece, MASTER), kept)
             is_there = lent.is_master and self._at_rest.get(lent.piece.parameter, MASTER) is not None
             if is_there and master is not None:
-                yield Moved(lent, MASTER, instead.get((lent.piece, MASTER), master))
+                yield Moved(lent, MASTER, master)
             for key, value in tensors_of(loan.state.get(lent.stand_in)):
                 if self._at_rest.get(lent.piece.parameter, key) is not None:
                     yield Moved(lent, key, instead.get((lent.piece, key), value))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
 from sidestep.chunks import CORRECTION, MASTER, SHORT_DTYPES, Subject
-from sidestep.engine.codecs import join
+from sidestep.engine.codecs import correction_of, join
 from sidestep.errors import NotYetError, PlacementError, UnsupportedOptimizerError
 from sidestep.leaves import PLAIN_TENSORS, Entries, put, tensor_at
 from sidestep.shards import as_shard_of, is_sharded, local_of
@@ -45,7 +45,7 @@ def conform(subject: Subject, entries: Entries) -> None:
     """
     master = entries.get(MASTER)
     if _is_for(master, subject.parameter, CORRECTION) and subject.has_master and not subject.splits_master:
-        master = entries[MASTER] = as_shard_of(subject.parameter, joined(subject, local_of(master)))
+        master = entries[MASTER] = as_shard_of(subject.parameter, joined(subject.parameter, local_of(master)))
     if not subject.has_master and (master is None or is_the_optimizers(subject)):
         return
     if master is not None and not (subject.has_master and _is_master_of(master, subject)):
@@ -91,9 +91,24 @@ def _is_for(master: object, parameter: torch.Tensor, dtype: torch.dtype) -> bool
     )
 
 
-def joined(subject: Subject, correction: torch.Tensor) -> torch.Tensor:
+def joined(parameter: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
     """The master of which this is what the parameter lacks, where that is."""
-    return join(subject.own.detach().to(correction.device, torch.bfloat16), correction)
+    own: torch.Tensor = local_of(parameter)
+    return join(own.detach().to(correction.device, torch.bfloat16), correction)
+
+
+def split_from(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """What the parameter lacks of its master, where that is."""
+    own: torch.Tensor = local_of(parameter)
+    return correction_of(master, own.detach().to(master.device, torch.bfloat16))
+
+
+def corrections_in(state: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters whose state has what they lack of a master, as it rests, with that; sharded as they are."""
+    for parameter, entries in state.items():
+        master = entries.get(MASTER) if isinstance(entries, dict) and isinstance(parameter, torch.Tensor) else None
+        if master is not None and _is_for(master, parameter, CORRECTION):
+            yield parameter, master
 
 
 def check(subject: Subject) -> None:

@@ -8,7 +8,6 @@ host, by the same operation in the same dtype; so every number is that of a grad
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -22,6 +21,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_flatten, tree_map
 
 from sidestep.chunks import Piece
+from sidestep.engine import sites
 from sidestep.engine.device import device_at
 from sidestep.engine.stores import HostStore, TensorLayout
 from sidestep.engine.traffic import Traffic
@@ -149,41 +149,32 @@ class Content:
         self.noted.clear()
         self._facts, self._made = facts, None
 
-    def plus(self, tensor: torch.Tensor) -> Content | None:
-        """The sum of both, which the host makes as they arrive; ``None`` where the device must."""
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Accumulate: the host makes the sum of both as they arrive. ``False`` where the device must."""
         is_alike = is_strided(tensor) and tensor.device == self.address and TensorLayout.of(tensor) == self.layout
         if self._kernels is None or self._way is None or self.noted or not is_alike or tensor.dtype not in TYPES:
-            return None
-        made = copy.copy(self)
-        made.noted, made._facts, made._made, made._is_as_made = [], {}, [], True
-        add = functools.partial(_add, self._kernels, self.layout.dtype, self._made, made._made)
+            return False
+        made: list[float] = []
+        add = functools.partial(_add, self._kernels, self.layout.dtype, self._made, made)
         landing = self._way.transit.add(tensor.clone(), self._way.berth, add)  # which nobody else may write to
-        made._way = Way(self._way.transit, landing)
-        return made
-
-    def add(self, tensor: torch.Tensor) -> bool:
-        """The same in place. Returns whether it was done."""
-        made = self.plus(tensor)
-        if made is not None:
-            vars(self).update(vars(made))
-        return made is not None
+        self._way = Way(self._way.transit, landing)
+        self._facts, self._made, self._is_as_made = {}, made, True
+        return True
 
     def sum_of_squares(self) -> float | None:
         """Of the elements, if the host has made them; for which the host waits."""
         if self._made is None or self._way is None or not self._is_as_made:
             return None
-        self._way.transit.finish_sum(self._way.berth)
-        return self._require_made()[0]
+        self._require_made(self._way, sites.HOST_READS_SUM)
+        return self._made[0] if self._made else 0.0
 
-    def _require_made(self) -> list[float]:
-        """Raise if it was to be made by the host worker, which has failed, and told so by now."""
-        if self._made == [] and self._way is not None and not self._way.transit.device.has_data:
-            return [0.0]
-        if self._made == []:
+    def _require_made(self, way: Way, site: str) -> None:
+        """Wait for the host worker, if it is to make the content; raise if it has failed."""
+        way.transit.finish_addition(way.berth, site)
+        if self._made == [] and way.transit.device.has_data:
             raise SidestepError(
                 "this gradient is lost: the host worker failed to accumulate it. Call zero_grad() and go on"
             )
-        return self._made or []
 
     def bring(self) -> torch.Tensor:
         """A copy on the device, with all that was noted done."""
@@ -193,17 +184,15 @@ class Content:
         transit = self._way.transit
         if self.is_zero:
             return self._do_noted(transit.empty(self.layout))
-        arrival = transit.begin(self._way.berth, self.layout)
-        self._require_made()
-        return self._do_noted(transit.finish(arrival))
+        self._require_made(self._way, sites.ARRIVAL_WAITS_ADDITION)
+        return self._do_noted(transit.finish(transit.begin(self._way.berth, self.layout)))
 
     def begin(self, piece: Piece) -> Arrival | None:
         """Fetch a piece of it, flat if it is a slice; ``None`` where it must be brought whole, or not at all."""
         if self._way is None or self.is_zero or (piece.is_slice and not self._is_contiguous):
             return None
-        arrival = self._way.transit.begin(self._way.berth, self._layout_of(piece), self._start_of(piece))
-        self._require_made()
-        return arrival
+        self._require_made(self._way, sites.ARRIVAL_WAITS_ADDITION)
+        return self._way.transit.begin(self._way.berth, self._layout_of(piece), self._start_of(piece))
 
     def finish(self, piece: Piece, arrival: Arrival | None) -> torch.Tensor:
         """The piece on the device, with all that was noted done."""
@@ -251,9 +240,8 @@ class Content:
         if self._way is None:
             assert self._at_hand is not None
             return self._at_hand
-        memory = self._way.transit.read(self._way.berth)
-        self._require_made()
-        return self.layout.view_of(memory)
+        self._require_made(self._way, sites.HOST_READS_SUM)
+        return self.layout.view_of(self._way.transit.read(self._way.berth))
 
     def factor(self) -> float | None:
         """By what it is still to be multiplied, if nothing else was noted; for which the host may wait."""
@@ -289,6 +277,7 @@ class Content:
         noted.try_on(self.layout.dtype)
         if noted.function in _ZEROING:
             self.noted.clear()
+            self._made = None  # whatever it was
         self.noted.append(noted)
         self.forget_facts()
 
@@ -442,7 +431,6 @@ def _refuse_address() -> NoReturn:
 _foreach_supported_types.append(OffloadedGradient)  # so that clipping takes the way that it takes for plain ones
 
 _MULTIPLYING = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor}
-_ADDING = {aten.add.Tensor, aten.add_.Tensor}
 _ZEROING = {aten.zero_.default, aten._foreach_zero_.default}
 _NOTABLE = {
     overload
@@ -470,10 +458,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, *others = args
         if _is_done_unseen(func, first, others, kwargs):
             return _unseen(func, first, others, kwargs, {})
-        if func in _ADDING and first.is_whole and len(others) == 1 and not kwargs:
-            total = _added(func, first, others[0])
-            if total is not None:
-                return total
+        if _accumulates(func, first, others, kwargs) and first.content.add(others[0]):
+            return first
         if func is aten.detach.default:
             return OffloadedGradient.of(first.content, first._views)
         if _is_view(func):
@@ -481,14 +467,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _with_content_at_hand(func, args, kwargs)
 
 
-def _added(func: Any, gradient: OffloadedGradient, other: Any) -> OffloadedGradient | None:
-    """The sum that accumulating makes, if the host makes it."""
-    if not isinstance(other, torch.Tensor):
-        return None
-    if func is aten.add_.Tensor:
-        return gradient if gradient.content.add(other) else None
-    total = gradient.content.plus(other)
-    return None if total is None else OffloadedGradient.of(total)
+def _accumulates(func: Any, gradient: OffloadedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it is what backward does with a second gradient."""
+    is_sum = func is aten.add_.Tensor and len(others) == 1 and not kwargs
+    return is_sum and gradient.is_whole and isinstance(others[0], torch.Tensor)
 
 
 def _is_done_unseen(func: Any, gradient: OffloadedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -513,7 +495,9 @@ def _unseen(
 
     squares = gradient.content.sum_of_squares() if _order_of(others) == 2 else None
     if squares is not None:
-        return torch.full((), math.sqrt(squares), dtype=gradient.dtype, device=gradient.device)
+        value = math.sqrt(squares)
+        is_too_large = value > torch.finfo(gradient.dtype).max
+        return torch.full((), math.inf if is_too_large else value, dtype=gradient.dtype, device=gradient.device)
 
     def norm(tensor: torch.Tensor) -> Any:
         return func([tensor], *others, **kwargs)[0] if _takes_lists(func) else func(tensor, *others, **kwargs)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from sidestep.chunks import CORRECTION, DECODABLE, ENCODED, MASTER, Chunk, Piece, Subject, aligned
-from sidestep.engine.codecs import split
 from sidestep.engine.device import Device, device_at
 from sidestep.engine.layouts import ChunkLayout, Home, Placed, Span
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.leaves import Entries, Key, is_dense, is_strided, put, storage_of, tensor_at, tensors_of
-from sidestep.masters import joined
+from sidestep.masters import joined, split_from
 from sidestep.shards import local_of
 
 
@@ -266,7 +265,7 @@ def is_encoded_as(subject: Subject, key: Key, dtype: torch.dtype) -> bool:
 def as_known(subject: Subject, key: Key, encoded: torch.Tensor) -> torch.Tensor:
     """State that is encoded at rest as the optimizer knows it, where it is, in memory of its own."""
     if encoded.dtype is CORRECTION and key == MASTER:
-        return joined(subject, encoded)
+        return joined(subject.parameter, encoded)
     return encoded.to(dtype_of(subject, key), copy=True)
 
 
@@ -278,7 +277,7 @@ def encode_strangers(subject: Subject, entries: Entries) -> None:
             put(entries, {name: value.to(ENCODED)})
     master = local_of(entries.get(MASTER))
     if subject.splits_master and master is not None and master.dtype is torch.float32:
-        put(entries, {MASTER: split(master)[1]})
+        put(entries, {MASTER: split_from(subject.parameter, master)})
 
 
 def may_rest(value: Any, subject: Subject) -> bool:

@@ -592,13 +592,40 @@ def test_a_sum_that_the_worker_failed_to_make_is_told_and_not_used(
         with pytest.raises(MemoryError, match="struck"):
             nn.utils.clip_grad_norm_(weights, 1.0)
         lost = 0
+        other = torch.zeros(2**14, device=device.address)
         for parameter in weights:
             try:
                 copied(parameter.grad)
             except sidestep.SidestepError as error:  # noqa: PERF203 - each is another gradient
                 lost += "is lost" in str(error)
         assert lost > 0
+        assert not copied(other).any()  # nothing of it is still on its way, to memory that others have now
+        assert_equal(copied(list(model.parameters())), before)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()  # on gradients of zero
         assert_equal(copied(list(model.parameters())), before)
         optimizer.zero_grad()
         loops.train(model, optimizer, range(2))
         assert not any(map(torch.equal, copied(list(model.parameters())), before))
+
+
+def test_a_sum_of_gradients_that_the_user_makes_is_an_ordinary_tensor(with_kernels: None) -> None:
+    with SimulatedDevice("random", seed=2) as device:
+        model = net_on(device)
+        loops.offloaded(OwnSgd(model.parameters(), lr=0.1), ON_HOST)
+        backward(model, 0)
+        gradient = model.wide.weight.grad
+        assert gradient is not None
+        made = gradient + torch.ones(gradient.shape, device=device.address)
+        assert type(made) is torch.Tensor
+        assert_equal(copied(made), copied(gradient) + 1)
+
+
+def test_a_norm_too_large_for_its_dtype_is_infinite(with_kernels: None) -> None:
+    with SimulatedDevice() as device:
+        parameter = nn.Parameter(torch.ones(64, 64, device=device.address))
+        loops.offloaded(OwnSgd([parameter], lr=0.1), ON_HOST)
+        for _ in range(2):
+            (parameter.sum() * 1e37).backward()
+        assert parameter.grad is not None
+        assert nn.utils.clip_grad_norm_([parameter], 1.0).cpu().isinf()

@@ -175,6 +175,7 @@ def test_copies_go_on_bit_for_bit(way: str) -> None:
     with SimulatedDevice() as device:
         model, optimizer = trained(device)
         other, twin = copy.deepcopy((model, optimizer)) if way == "deepcopy" else pickled((model, optimizer))
+        assert_equal(outcome(other, twin), outcome(model, optimizer))
         other.to(device.address)
         for parties in ((model, optimizer), (other, twin)):
             go_on(*parties)
@@ -215,6 +216,82 @@ def test_what_is_written_to_a_parameter_keeps_the_bits_below() -> None:
         after = optimizer.state_dict()["state"][0]["master"]
         assert_equal(split(after)[0], model.wide.weight.detach().cpu())
         assert_equal(split(after)[1], split(before)[1])
+
+
+@pytest.mark.parametrize("step", ["device", "host"])
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("-inf"), 1.5])
+def test_what_is_written_is_what_the_master_rounds_to(value: float, step: Any, with_kernels: None) -> None:
+    with SimulatedDevice() as device:
+        model = net_on(device, dropout=0.0).to(BF16)
+        optimizer = offloaded(adamw(model, fused=True), placement(step=step))
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+        with torch.no_grad():
+            model.wide.weight.fill_(value)
+        master = optimizer.state_dict()["state"][0]["master"]
+        assert torch.equal(split(master)[0].cpu(), model.wide.weight.detach().cpu())
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        before = model.wide.weight.detach().clone()
+        optimizer.step()
+        if value in (0.0, 1.5):  # the moments still move it a little
+            assert_equal((model.wide.weight - before).abs().max().item() < 0.1, True)
+        assert not model.wide.weight.isnan().any()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 3e38, float("inf")])
+def test_every_lower_half_joins_to_what_rounds_to_the_upper(value: float) -> None:
+    correction = torch.arange(-(2**15), 2**15).to(torch.int16)
+    upper = torch.full((2**16,), value, dtype=BF16)
+    master = join(upper, correction)
+    assert not master.isnan().any()
+    assert torch.equal(split(master)[0], upper)
+
+
+def test_a_whole_master_that_went_to_even_is_split_without_a_jump() -> None:
+    with SimulatedDevice() as device:
+        model, optimizer = trained(device, master=torch.float32)
+        tie = 1.0 + 2.0**-8
+        with torch.no_grad():
+            model.wide.weight.fill_(1.0)
+        optimizer.state[model.wide.weight]["master"].fill_(tie)
+        optimizer.param_groups[0]["offload"] = placement()
+        optimizer.zero_grad()
+        optimizer.step()
+        master = optimizer.state_dict()["state"][0]["master"]
+        assert float((master - tie).abs().max()) <= 2.0**-23
+        assert torch.equal(model.wide.weight.detach().cpu(), torch.ones_like(master, dtype=BF16))
+
+
+def test_a_first_master_survives_when_a_neighbour_loses_state() -> None:
+    class Forgets(torch.optim.AdamW):
+        forgets = False
+
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                entries = self.state.get(parameter, {})
+                if self.forgets and parameter.numel() == 32 * 80:
+                    entries.pop("max_exp_avg_sq", None)
+            return result
+
+    def run(device: SimulatedDevice, wrap: Wrap) -> Any:
+        Forgets.forgets = False
+        model = net_on(device).to(BF16)
+        optimizer = wrap(Forgets(model.parameters(), lr=1e-2, amsgrad=True))
+        for number in range(4):
+            backward(model, number)
+            if number < 2:
+                model.narrow.weight.grad = None
+            if number == 2:
+                for group in optimizer.param_groups:
+                    group["amsgrad"] = False
+                Forgets.forgets = True
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_as_by_hand(run, chunk_bytes=2**20)
 
 
 def test_moved_to_the_host_and_back_the_master_is_kept() -> None:

@@ -49,16 +49,32 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Of all ways to round to the nearest, it is the one of which 16 bits are enough to undo it.
     """
     bits = master.view(torch.int32)
-    half = torch.isfinite(master).to(torch.int32) * 0x8000
-    return ((bits + half) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(CORRECTION)
+    upper = ((bits + 0x8000) >> 16).masked_fill_(torch.isnan(master), 0x7FC0)
+    return upper.to(torch.int16).view(torch.bfloat16), bits.to(CORRECTION)
 
 
 def join(upper: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
-    """The fp32 tensor that ``split`` has taken apart, in memory of its own."""
-    lower = correction.to(torch.int32)
-    rounded_up = (lower & 0x8000) << 1
-    bits = (upper.view(torch.int16).to(torch.int32) << 16) - rounded_up
-    return (bits | (lower & 0xFFFF)).view(torch.float32)
+    """The fp32 tensor that ``split`` has taken apart, in memory of its own.
+
+    Somebody may have written another upper half since. Then it is one that rounds to that; to zero nothing rounds up,
+    and from infinity nothing is left over, so that there the lower half counts for nothing.
+    """
+    high = upper.view(torch.int16).to(torch.int32)
+    magnitude, is_rounded_up = high & 0x7FFF, correction < 0
+    is_stale = ((magnitude == 0) & is_rounded_up) | ((magnitude == 0x7F80) & ~is_rounded_up)
+    lower = correction.to(torch.int32).bitwise_and_(0xFFFF).masked_fill_(is_stale, 0)
+    bits = (high << 16).sub_((lower & 0x8000) << 1)
+    return bits.bitwise_or_(lower).view(torch.float32)
+
+
+def correction_of(master: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    """What ``upper``, which ``master`` was rounded to in some way, lacks of it: of a tie that went to even, nearly.
+
+    What was rounded down is taken for the next smaller number, by a unit of fp32 in the last place.
+    """
+    correction = split(master)[1]
+    is_truncated = (master.view(torch.int32) >> 16).to(torch.int16) == upper.view(torch.int16)
+    return correction.masked_fill_((correction == -0x8000) & is_truncated, 0x7FFF)
 
 
 def random_bits(count: int, key: int, start: int, device: torch.device) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Transit:
 
     def send(self, tensor: torch.Tensor, berth: Berth, start_bytes: int = 0) -> None:
         """Copy out a dense gradient, or its part that begins at this byte. Its device memory is kept meanwhile."""
-        self._finish_addition(berth, sites.DEPARTURE_WAITS_ADDITION)
+        self.finish_addition(berth, sites.DEPARTURE_WAITS_ADDITION)
         current = self.device.current_stream()
         self._wait(self._evict, self.device.record(current), sites.DEPARTURE_WAITS_GRADIENT)
         if berth.fetched is not None:
@@ -107,15 +107,11 @@ class Transit:
         landing.added = berth.added = self.device.record(self._worker)
         return landing
 
-    def _finish_addition(self, berth: Berth, site: str) -> None:
+    def finish_addition(self, berth: Berth, site: str) -> None:
         """Block the host until the worker is done with this memory: a device stream cannot wait for it."""
         if berth.added is not None:
             self._traffic.synchronize(self.device, berth.added, site)
             berth.added = None
-
-    def finish_sum(self, berth: Berth) -> None:
-        """Block the host until the sum is there."""
-        self._finish_addition(berth, sites.HOST_READS_SUM)
 
     def settle(self) -> None:
         """Let go of all gradients that are on their way out: what uses their memory next waits."""
@@ -123,8 +119,7 @@ class Transit:
             self._let_go()
 
     def begin(self, berth: Berth, layout: TensorLayout, start_bytes: int = 0) -> Arrival:
-        """Fetch a gradient, or the part of it that begins at this byte."""
-        self._finish_addition(berth, sites.ARRIVAL_WAITS_ADDITION)
+        """Fetch a gradient, or the part of it that begins at this byte, after ``finish_addition``."""
         tensor = self.empty(layout)
         self._wait(self._fetch, self.device.record(self.device.current_stream()), sites.ARRIVAL_WAITS_MEMORY)
         if berth.departed is not None:
@@ -150,8 +145,10 @@ class Transit:
         self.device.release(arrival.tensor, self._fetch)
 
     def read(self, berth: Berth) -> torch.Tensor:
-        """The host memory, (bytes,) uint8, once the gradient is there and nobody fetches it. Blocks the host."""
-        self._finish_addition(berth, sites.HOST_READS_SUM)
+        """The host memory, (bytes,) uint8, once the gradient is there and nobody fetches it. Blocks the host.
+
+        After ``finish_addition``.
+        """
         for event in (berth.departed, berth.fetched):
             if event is not None:
                 self._traffic.synchronize(self.device, event, sites.HOST_READS_DEPARTED)

@@ -112,16 +112,19 @@ struct Float16Values {
   float* master;
 };
 
-// The values are the upper half of the master, rounded, and the correction is its lower half.
+// The values are the upper half of the master, rounded, and the correction is its lower half. Somebody may have written
+// another upper half: to zero nothing rounds up, and from infinity nothing is left over.
 template <class Lanes>
 struct SplitValues {
   using Floats = typename Lanes::Floats;
   using Words = typename Lanes::Words;
   explicit SplitValues(const Piece& piece) : at(static_cast<uint16_t*>(piece.values)), lower(piece.correction) {}
   SIDESTEP_INLINE Floats load(int64_t i) const {
-    const Words below = Lanes::load(lower + i);
-    const Words rounded_up = (below & 0x8000u) << 1;
-    return Lanes::float_of(((Lanes::load(at + i) << 16) - rounded_up) | below);
+    const Words upper = Lanes::load(at + i), kept = Lanes::load(lower + i), none = Lanes::all(0u);
+    const Words magnitude = upper & 0x7FFFu, sign = kept & 0x8000u;
+    Words below = Lanes::select(magnitude == 0u, Lanes::select(sign == 0u, kept, none), kept);
+    below = Lanes::select(magnitude == 0x7F80u, Lanes::select(sign == 0u, none, kept), below);
+    return Lanes::float_of(((upper << 16) - ((below & 0x8000u) << 1)) | below);
   }
   SIDESTEP_INLINE void store(int64_t i, Floats value) const {
     Lanes::store(at + i, Numbers<Lanes>::to_upper_half(value));
