@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,12 @@ from sidestep.errors import HardwareError
 
 DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
 """The names under which ``flops_per_second`` has rates."""
+
+WHOLE = ("device_memory_bytes", "host_memory_bytes", "cores")
+"""Fields that are counted, not measured."""
+
+ALIASES = {"h10080gbhbm3": "H100 SXM"}
+"""Names that drivers report and that have other words than the preset's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +47,13 @@ class Hardware:
         compute_efficiency: share of ``flops_per_second`` that matrix products reach, above 0, at most 1.
         memory_efficiency: share of ``device_memory_bytes_per_second`` that other operations reach, likewise.
         launch_seconds: that each operation of the device takes beside its work.
-        compute_scale: by what the device is faster than all this says; see ``calibrated``.
-        sources: where each number comes from, by field.
+        compute_scale: by what the device is faster than all this says. It scales the speed of every operation of the
+            device, ``launch_seconds`` included, and no copy; so the shares above stay shares. See ``calibrated``.
+        sources: where each number comes from, by field: a document, or ``"assumed: …"`` in plain words.
 
     Raises:
-        HardwareError: a number that is not positive, a share above 1, a dtype that is not known.
+        HardwareError: a number that is not positive (``launch_seconds`` may be 0), a count that is not whole, a share
+            above 1, a dtype that is missing or not known, a source of a field that there is not.
     """
 
     name: str
@@ -71,13 +80,14 @@ class Hardware:
         for field in dataclasses.fields(self):
             if field.name not in ("name", "flops_per_second", "sources"):
                 _check_number(field.name, getattr(self, field.name), may_be_zero=field.name == "launch_seconds")
+        for count in WHOLE:
+            if not isinstance(getattr(self, count), int):
+                raise HardwareError(f"{count}={getattr(self, count)!r}: give a whole number")
         for share in ("compute_efficiency", "memory_efficiency"):
             if getattr(self, share) > 1:
                 raise HardwareError(f"{share}={getattr(self, share)!r}: a share is at most 1")
-        if not isinstance(self.flops_per_second, Mapping) or set(self.flops_per_second) != set(DTYPES):
-            raise HardwareError(f"flops_per_second={self.flops_per_second!r}: give a number for each of {DTYPES}")
-        for dtype, rate in self.flops_per_second.items():
-            _check_number(f"flops_per_second[{dtype!r}]", rate)
+        _check_flops(self.flops_per_second)
+        _check_sources(self.sources, [field.name for field in dataclasses.fields(self)])
 
     # Presets.
 
@@ -85,18 +95,20 @@ class Hardware:
     def preset(cls, name: str) -> Hardware:
         """A machine that is known by name, such as ``"RTX 4090"``; ``presets()`` lists them.
 
-        Spaces, hyphens, case and the vendor's name do not matter; what is left out stands for the first that fits.
+        Spaces, hyphens, case and the vendor's name do not matter, nor does the order of what follows the model. What is
+        left out there stands for the first preset that fits: ``"A100"`` is the one with the least memory. The model is
+        never guessed: an A10 is no A100. The names that drivers report are known too.
 
         Raises:
             HardwareError: there is no such preset; the message has the nearest ones.
         """
+        if not isinstance(name, str):
+            raise HardwareError(f"{name!r} is no name of a preset: give one of {', '.join(cls.presets())}")
         wanted = _plain(name)
         known = _presets()
-        matches = [found for key, found in known.items() if key == wanted]
-        matches += [found for key, found in known.items() if wanted and key.removeprefix("rtx").startswith(wanted)]
-        matches += [found for key, found in known.items() if wanted and key.startswith(wanted)]
-        if matches:
-            return matches[0]
+        found = _spellings().get(wanted)
+        if found is not None:
+            return known[found]
         near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or list(known)[:3]
         raise HardwareError(
             f"there is no preset {name!r}; the nearest are {', '.join(known[key].name for key in near)}. Describe your"
@@ -118,7 +130,8 @@ class Hardware:
             HardwareError: it is not JSON, or a field is missing, unknown, or makes no sense.
             FileNotFoundError: there is no such file.
         """
-        text = source if isinstance(source, str) and source.lstrip().startswith("{") else Path(source).read_text()
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        text = str(source) if is_text else Path(source).read_text("utf-8")
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
@@ -151,7 +164,7 @@ class Hardware:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_json`` to a file."""
-        Path(path).write_text(self.to_json() + "\n")
+        Path(path).write_text(self.to_json() + "\n", "utf-8")
 
     # Others like it.
 
@@ -170,6 +183,9 @@ class Hardware:
     def calibrated(self, simulated_seconds: float, measured_seconds: float) -> Hardware:
         """The machine on which what was simulated takes as long as was measured, if only the device works.
 
+        ``compute_scale`` is multiplied by simulated ÷ measured seconds: below 1 where the device was slower than
+        simulated. Links, host memory and disk stay as they are, so calibrate with steps that do not wait for them.
+
         Raises:
             HardwareError: a time that is not positive.
         """
@@ -184,21 +200,56 @@ def _check_number(name: str, value: Any, *, may_be_zero: bool = False) -> None:
         raise HardwareError(f"{name}={value!r}: give a positive number")
 
 
+def _check_flops(rates: Any) -> None:
+    if not isinstance(rates, Mapping) or not set(DTYPES) <= set(rates):
+        raise HardwareError(f"flops_per_second={rates!r}: give a number for each of {', '.join(DTYPES)}")
+    for dtype, rate in rates.items():
+        if dtype not in DTYPES:
+            raise HardwareError(
+                f"flops_per_second has a rate for {dtype!r}; it has them for {', '.join(DTYPES)}.{_hint(dtype, DTYPES)}"
+            )
+        _check_number(f"flops_per_second[{dtype!r}]", rate)
+
+
+def _check_sources(sources: Any, known: list[str]) -> None:
+    if not isinstance(sources, Mapping) or not all(isinstance(text, str) for text in sources.values()):
+        raise HardwareError(f"sources={sources!r}: give a text for each field whose source you know, or nothing")
+    for key in sources:
+        if key not in known:
+            raise HardwareError(f"sources has {key!r}, but there is no such field.{_hint(key, known)}")
+
+
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _hint(key: str, known: Any) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(str(key), known, n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def _plain(name: str) -> str:
     words = re.sub(r"nvidia|geforce|tensor core|gpu", " ", name.lower())
+    words = re.sub(r"sxm[45](?!\d)", "sxm", words)  # the generation of the socket: each device has been sold for one
     return re.sub(r"[^a-z0-9]", "", words)
 
 
 @cache
 def _presets() -> dict[str, Hardware]:
-    described = json.loads(Path(__file__).with_name("presets.json").read_text())
+    described = json.loads(Path(__file__).with_name("presets.json").read_text("utf-8"))
     return {_plain(fields["name"]): Hardware.from_fields(fields) for fields in described}
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """Every way to name a preset → its key. The model has to be there; the rest may be left out or change places."""
+    spellings = {alias: _plain(name) for alias, name in ALIASES.items()}
+    for key, preset in _presets().items():
+        model, *rest = preset.name.removeprefix("RTX ").split()
+        for length in range(len(rest) + 1):
+            for chosen in itertools.permutations(rest, length):
+                spelling = _plain(" ".join([model, *chosen]))
+                spellings.setdefault(spelling, key)
+                if preset.name.startswith("RTX "):
+                    spellings.setdefault(f"rtx{spelling}", key)
+    return spellings
