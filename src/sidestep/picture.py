@@ -25,7 +25,7 @@ COLOURS = {
 """By kind: computing is cool, what Sidestep moves is warm, and waits are red."""
 
 _SHOWN_WAIT_SHARE = 0.02
-"""Of the picture's width: shorter waits have no label."""
+"""Of the picture's width: what was waited less in all at a site has no label."""
 
 
 def draw(steps: Sequence[Sequence[Span]], title: str, path: Path) -> None:
@@ -48,8 +48,10 @@ def draw(steps: Sequence[Sequence[Span]], title: str, path: Path) -> None:
     with mpl.rc_context({"font.family": "sans-serif", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(11, 1.3 + 0.55 * len(lanes)), dpi=150, facecolor="white", layout="constrained")
         axes = figure.add_subplot()
-        for span in sorted(spans, key=lambda span: _depth(span)):
+        for span in sorted(spans, key=_depth):
             _draw_span(axes, span, lanes.index(span.lane), start, end)
+        for row, lane in enumerate(lanes):
+            _label_waits(axes, [span for span in spans if span.lane == lane], row, start, end)
         axes.set_xlim(0, (end - start) * 1e3)
         axes.set_ylim(len(lanes) - 0.45, -0.55)
         axes.set_yticks(range(len(lanes)), lanes)
@@ -75,7 +77,20 @@ def _draw_span(axes: Any, span: Span, row: int, start: float, end: float) -> Non
     share = span.seconds / (end - start)
     if span.kind in ("forward", "backward", "forward and backward") and share > 4 * _SHOWN_WAIT_SHARE:
         axes.text(left + width / 2, row, span.kind, ha="center", va="center", color="white")
-    if span.kind == "wait" and share > _SHOWN_WAIT_SHARE:
-        axes.annotate(
-            span.name, (left + width / 2, row - 0.27), ha="center", va="bottom", fontsize=6.5, color=COLOURS["wait"]
-        )
+
+
+def _label_waits(axes: Any, spans: Sequence[Span], row: int, start: float, end: float) -> None:
+    """The sites of a lane, each with what was waited there, above the longest wait of it."""
+    waits = [span for span in spans if span.kind == "wait"]
+    shown = 0
+    for site in dict.fromkeys(span.name for span in waits):
+        own = [span for span in waits if span.name == site]
+        seconds = sum(span.seconds for span in own)
+        if seconds < _SHOWN_WAIT_SHARE * (end - start):
+            continue
+        longest = max(own, key=lambda span: span.seconds)
+        place = (min(longest.start_seconds, start + 0.75 * (end - start)) - start) * 1e3
+        text = f"{site}: {seconds * 1e3:,.1f} ms"
+        colour, white = COLOURS["wait"], {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
+        axes.text(place, row - 0.3 + 0.2 * shown, text, va="center", fontsize=7, color=colour, bbox=white)
+        shown += 1

@@ -72,7 +72,11 @@ def test_each_site_is_used(name: str) -> None:
 
 
 def _names_in_engine_and_step() -> set[str]:
-    files = [file for file in [PACKAGE / "step.py", *(PACKAGE / "engine").glob("*.py")] if file.stem != "sites"]
+    files = [
+        file
+        for file in [PACKAGE / "step.py", PACKAGE / "offloaded.py", *(PACKAGE / "engine").glob("*.py")]
+        if file.stem != "sites"
+    ]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | {
         node.id for node in nodes if isinstance(node, ast.Name)
