@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from sidestep.testing.operators import Operands, Traits
+from sidestep.testing.results import tensors_in
 from sidestep.testing.virtual_time import Rates
 
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -26,15 +26,16 @@ class Costs:
 
     def of(self, func: Any, traits: Traits, operands: Operands, results: Any) -> tuple[float, int, int]:
         """Seconds on a device that has nothing else to do, bytes that are read and written, and FLOPs."""
-        key = (func, *operands.key)
+        key = (func, torch.backends.cuda.matmul.allow_tf32, *operands.key)
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._find(func, traits, operands, results)
         return found
 
     def _find(self, func: Any, traits: Traits, operands: Operands, results: Any) -> tuple[float, int, int]:
-        new = [result for result, name in zip(_flat(results), traits.returned, strict=False) if name is None]
-        touched = [*operands.tensors, *operands.written(traits), *_tensors(new)]
+        returned = results if isinstance(results, (list, tuple)) else [results]
+        new = [result for result, name in zip(returned, traits.returned, strict=False) if name is None]
+        touched = [*operands.tensors, *_written(func, traits, operands), *tensors_in(new)]
         byte_count = sum(tensor.numel() * tensor.element_size() for tensor in touched)
         flops = _flops(func, operands, results)
         rates = self._rates
@@ -44,6 +45,15 @@ class Costs:
         by_memory = byte_count / (rates.device_memory_bytes_per_second * rates.memory_efficiency)
         seconds = rates.launch_seconds + max(by_compute, by_memory)
         return seconds / rates.compute_scale, byte_count, flops
+
+
+def _written(func: Any, traits: Traits, operands: Operands) -> list[torch.Tensor]:
+    """What it changes. A fused optimizer may change gradients by its schema, but does so only to unscale them."""
+    written = operands.written(traits)
+    if func._schema.name.startswith("aten::_fused_") and operands.argument(traits, "grad_scale") is None:
+        gradients = {id(tensor) for tensor in operands.argument(traits, "grads") or ()}
+        written = [tensor for tensor in written if id(tensor) not in gradients]
+    return written
 
 
 def _rate_of(dtype: torch.dtype) -> str:
@@ -67,17 +77,3 @@ def _flops(func: Any, operands: Operands, results: Any) -> int:
 @functools.cache
 def _formulas() -> Any:
     return dict(flop_registry)
-
-
-def _flat(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, (list, tuple)) else [results]
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

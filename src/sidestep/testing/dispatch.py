@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from sidestep.errors import SimulationError
 from sidestep.testing.layers import Beneath, BeneathAutograd
-from sidestep.testing.machine import HOST, current_category
+from sidestep.testing.machine import HOST, LARGE_ELEMENTS, current_category
 from sidestep.testing.memory import Block
 from sidestep.testing.operators import Operands, Plan, Traits, plan_of, traits_of
+from sidestep.testing.results import allocate, map_tensors, results_of, room_on_host, store, tensors_in
 
 if TYPE_CHECKING:
     from sidestep.testing.machine import Machine
@@ -28,7 +29,6 @@ COPY = aten.copy_.default
 FILL = aten.fill_.Tensor
 FOREACH_COPY = aten._foreach_copy_.default
 CACHED_CALLS_LIMIT = 1000
-LARGE_ELEMENTS = 4096  # of operations on the host that take virtual time
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -63,17 +63,6 @@ class Call:
                 results = self.function(*self.args, **self.kwargs)
                 torch.default_generator.set_state(state)
             store(self.outputs, results if len(self.outputs) > 1 else (results,))
-
-
-def store(outputs: Any, results: Any) -> None:
-    """Copy ``results`` to ``outputs``, of the same structure; ``None`` in either is left alone."""
-    for output, result in zip(outputs, results, strict=False):
-        if result is None:  # the gradient of something that needs none: a meta kernel does not know that
-            continue
-        if isinstance(output, torch.Tensor):
-            output.copy_(result)
-        elif output is not None:
-            store(output, result)
 
 
 class MachineMode(TorchDispatchMode):
@@ -150,7 +139,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
                 work.wait()
         if on is None or func.namespace == "c10d":
             return results
-        return _map_tensors(lambda tensor: on.adopt(torch.ops._c10d_functional.wait_tensor(tensor)), results)
+        return map_tensors(lambda tensor: on.adopt(torch.ops._c10d_functional.wait_tensor(tensor)), results)
 
     def _route(self, func: Any, traits: Traits, operands: Operands, call: Any) -> Any:
         homes = [self._machine.residences.home(tensor) for tensor in operands.tensors]
@@ -177,15 +166,17 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
     def _on_host(self, func: Any, traits: Traits, operands: Operands) -> Any:
         """What has nothing to do with a device. In virtual time, it takes its time if it is large."""
         clock = self._machine.clock
-        if clock is None or traits.view or all(tensor.numel() < LARGE_ELEMENTS for tensor in operands.tensors):
+        if clock is None or traits.view or traits.unfilled:
             return func(*operands.args, **operands.kwargs)
         plan = Plan(now=True) if self._machine.has_data else plan_of(func, traits, operands)
-        if plan.now:
+        is_large = any(tensor.numel() > LARGE_ELEMENTS for tensor in operands.tensors)
+        if plan.now or not (is_large or plan.largest_elements > LARGE_ELEMENTS):
             results = func(*operands.args, **operands.kwargs)
         else:
-            results = _results_of(traits, operands, plan, lambda layout: (_room_on_host(layout), None))[0]
-        touched = [*operands.tensors, *(item for item in _flat(results) if isinstance(item, torch.Tensor))]
-        clock.work(None, func._schema.name, sum(tensor.numel() * tensor.element_size() for tensor in touched))
+            results = results_of(traits, operands, plan, lambda layout: (room_on_host(layout), None))[0]
+        touched = [*operands.tensors, *tensors_in(results)]
+        if any(tensor.numel() > LARGE_ELEMENTS for tensor in touched):
+            clock.work(None, func._schema.name, sum(tensor.numel() * tensor.element_size() for tensor in touched))
         return results
 
     def _cross(
@@ -303,7 +294,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
             tensor.data = device.adopt(clone)
             if results is clone:
                 return tensor
-        return _map_tensors(device.adopt, results)
+        return map_tensors(device.adopt, results)
 
     def _defer(
         self,
@@ -315,7 +306,7 @@ class Operations(MachineMode):  # type: ignore[no-untyped-call]
         plan: Plan,
     ) -> Any:
         category = current_category()
-        made, outputs = _results_of(traits, operands, plan, lambda layout: _allocate(device, layout, category))
+        made, outputs = results_of(traits, operands, plan, lambda layout: allocate(device, layout, category))
         if not traits.unfilled:
             self._time(device, func, traits, operands, made)
         if not self._machine.has_data:
@@ -357,33 +348,6 @@ def _phase() -> str:
     return "forward" if torch.is_grad_enabled() else "update"
 
 
-def _results_of(
-    traits: Traits, operands: Operands, plan: Plan, allocate: Callable[[Any], tuple[Any, Any]]
-) -> tuple[Any, list[Any]]:
-    """What an operation returns, and for each result that is new what the closure that computes it sees of it."""
-    results: list[Any] = []
-    outputs: list[Any] = []
-    for name, layout in zip(traits.returned, plan.results, strict=True):
-        result, output = allocate(layout) if name is None else (operands.argument(traits, name), None)
-        results.append(result)
-        outputs.append(output)
-    if not results:
-        return None, outputs
-    return tuple(results) if len(results) > 1 else results[0], outputs
-
-
-def _room_on_host(layout: Any) -> Any:
-    """Memory that nobody touches."""
-    if layout is None or isinstance(layout, list):
-        return layout and [_room_on_host(item) for item in layout]
-    with Beneath():
-        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype)
-
-
-def _flat(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, (list, tuple)) else [results]
-
-
 def _length_of_lists(operands: Operands) -> int:
     """How many elements each list of a call has; 0 if they differ, or if there is something else to share out."""
     lengths = {len(value) for value in operands.args if isinstance(value, (list, tuple))}
@@ -394,21 +358,3 @@ def _length_of_lists(operands: Operands) -> int:
 
 def _on(device: SimulatedDevice, homes: list[Block | None]) -> bool:
     return all(home is not None and home.device is device for home in homes)
-
-
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], results: Any) -> Any:
-    if isinstance(results, torch.Tensor):
-        return function(results)
-    if isinstance(results, (list, tuple)):
-        return type(results)([_map_tensors(function, result) for result in results])
-    return results
-
-
-def _allocate(device: SimulatedDevice, layout: Any, category: str) -> tuple[Any, Any]:
-    """A new result as the user sees it, and as the closure that computes it does."""
-    if layout is None:
-        return None, None
-    if isinstance(layout, list):
-        pairs = [_allocate(device, item, category) for item in layout]
-        return [result for result, _ in pairs], [output for _, output in pairs]
-    return device.allocate(layout.size, layout.stride, layout.dtype, category)

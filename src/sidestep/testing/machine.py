@@ -9,7 +9,7 @@ import torch
 
 from sidestep.testing.costs import Costs
 from sidestep.testing.layers import Beneath
-from sidestep.testing.memory import Block, Residences
+from sidestep.testing.memory import Block, Residences, untouched
 from sidestep.testing.streams import Event, Scheduler, Stream, Work
 from sidestep.testing.virtual_time import Clock, Rates
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sidestep.testing.simulated import SimulatedDevice
 
 HOST = torch.device("cpu")
+LARGE_ELEMENTS = 4096  # beyond this, what the host does takes virtual time, and is not done without data
 
 
 def current_category() -> str:
@@ -100,6 +101,9 @@ class Machine:
             self.clock.copy(stream.lane, f"{stream.owner.address} {direction}", byte_count, pinned=is_pinned)
         if self.has_data:
             self._enqueue_halves(stream, target, into, source, out_of)
+        elif into is None and target.numel() <= LARGE_ELEMENTS:  # all that is on the device reads as zeros
+            with Beneath():
+                target.detach().zero_()
         if not (asynchronous and is_pinned):
             self.finish(stream)
 
@@ -149,7 +153,8 @@ class Machine:
             source_device = self.device_of(tensor)
             assert source_device is not None
             with Beneath():
-                target = torch.empty_strided(size, stride, dtype=layout.dtype)
+                make = torch.empty_strided if self.has_data else untouched
+                target = make(size, stride, dtype=layout.dtype)
                 if non_blocking:
                     target = self.pinned_like(target)
             stream = source_device.current_stream()

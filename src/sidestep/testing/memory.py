@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
+import mmap
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 ROUND_BYTES = 512  # as CUDA's caching allocator rounds
 PAGE_BYTES = 4096
 CACHED_BYTES_LIMIT = 256 << 20  # what released blocks may cost the machine that simulates
+MAPPED_BYTES = 64 << 10  # from here on, memory that nobody touches is mapped, not taken from the heap
 POISON = 0xFF  # NaN in every floating-point format of torch
 
 
@@ -35,12 +39,33 @@ def round_up(byte_count: int, unit: int) -> int:
 
 
 def fresh_bytes(byte_count: int, alignment: int, *, has_data: bool = True) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Memory of exactly ``byte_count`` bytes, aligned, that reads as NaN; without data, room that nobody touches."""
-    raw = np.empty(byte_count + alignment, dtype=np.uint8)
+    """Memory of exactly ``byte_count`` bytes, aligned, that reads as NaN; without data, zeros that nobody touches."""
     if has_data:
-        raw.fill(POISON)
+        raw = np.full(byte_count + alignment, POISON, dtype=np.uint8)
+    elif byte_count >= MAPPED_BYTES:
+        return np.frombuffer(mmap.mmap(-1, byte_count, **_MAPPING), dtype=np.uint8)  # aligned to a page
+    else:
+        raw = np.zeros(byte_count + alignment, dtype=np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + byte_count]
+
+
+_PRIVATE = ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE")
+_MAPPING: dict[str, Any] = {}
+if hasattr(mmap, "MAP_PRIVATE"):  # elsewhere, the mapping counts against the page file
+    _MAPPING["flags"] = functools.reduce(operator.or_, (getattr(mmap, name, 0) for name in _PRIVATE))
+
+
+def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A host tensor of zeros, which takes no memory until somebody writes to it; call it ``Beneath``."""
+    elements = extent(size, stride)
+    memory = fresh_bytes(max(elements, 1) * dtype.itemsize, 64, has_data=False)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
+
+
+def extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many elements there are from the first to the last, in memory."""
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -210,7 +235,7 @@ class Allocator:
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, category: str, stream: Stream
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """An uninitialised tensor, and an alias of it for closures."""
-        elements = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        elements = extent(size, stride)
         block = self._allocate(elements * dtype.itemsize, category, stream)
         base = torch.frombuffer(block.buffer, dtype=dtype, count=max(elements, 1))
         self._residences.adopt(base.untyped_storage(), block)

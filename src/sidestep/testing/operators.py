@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,12 @@ class Plan:
 
     results: tuple[Any, ...] = ()
     now: bool = False
+
+    @functools.cached_property
+    def largest_elements(self) -> int:
+        """Of the largest new result."""
+        layouts = [item for result in self.results for item in (result if isinstance(result, list) else [result])]
+        return max((math.prod(layout.size) for layout in layouts if layout is not None), default=0)
 
 
 _plans: dict[Any, Plan] = {}

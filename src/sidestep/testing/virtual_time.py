@@ -67,6 +67,9 @@ HOST_MEMORY = "host memory"
 PAGEABLE_PASSES = 3
 """Through host memory, of what is copied by way of a page-locked buffer: read, written there, and read again."""
 
+ROUNDS = 100
+"""In which levels of resources are found; two or three are the rule."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -278,22 +281,43 @@ def _is_running(entry: Entry) -> bool:
 
 
 def share(works: Iterable[Work], capacities: Mapping[str, float]) -> None:
-    """Give each a rate, fairly: all rates grow alike, until an entry has its cap or a resource of its has no more."""
-    growing = list(works)
-    left = dict(capacities)
-    rate = 0.0
-    while growing:
-        demand: collections.defaultdict[str, float] = collections.defaultdict(float)
-        for work in growing:
-            for resource, weight in work.uses:
-                demand[resource] += weight
-        room = min(left[resource] / weight for resource, weight in demand.items())
-        room = min([room, *(work.cap - rate for work in growing)])
-        rate += room
-        for resource, weight in demand.items():
-            left[resource] -= room * weight
-        full = {resource for resource in demand if left[resource] <= 1e-9 * capacities[resource]}
-        done = [work for work in growing if work.cap <= rate or any(resource in full for resource, _ in work.uses)]
-        for work in done:
-            work.rate = rate
-        growing = [work for work in growing if work not in done]
+    """Give each a rate: every resource is shared equally (max-min) by what each could use of it.
+
+    A resource that is wanted beyond its capacity has a level, the most that one entry may use of it. What an entry
+    leaves, as its own ``cap`` or another resource holds it back, is for the others. So levels depend on each other;
+    they are found in turn until they stay.
+    """
+    works = list(works)
+    if len(works) == 1:
+        works[0].rate = _rate(works[0], capacities)
+        return
+    resources = sorted({resource for work in works for resource, _ in work.uses})
+    levels: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        before = dict(levels)
+        for resource in resources:
+            levels.pop(resource, None)
+            wanted = [_rate(work, levels) * weight for work in works for used, weight in work.uses if used == resource]
+            if sum(wanted) > capacities[resource]:
+                levels[resource] = level(wanted, capacities[resource])
+        if levels == before:
+            break
+    for work in works:
+        work.rate = _rate(work, levels)
+
+
+def _rate(work: Work, levels: Mapping[str, float]) -> float:
+    """How fast it is if it uses no more of any resource than its level."""
+    return min([work.cap, *(levels[resource] / weight for resource, weight in work.uses if resource in levels)])
+
+
+def level(wanted: Iterable[float], capacity: float) -> float:
+    """The most that each may have of a capacity, where together they want more than there is."""
+    left = capacity
+    waiting = sorted(wanted)
+    for index, amount in enumerate(waiting):
+        fair = left / (len(waiting) - index)
+        if amount > fair:
+            return fair
+        left -= amount
+    return math.inf
