@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from sidestep.testing.virtual_time import HOST_MEMORY, Clock
+from sidestep.testing.virtual_time import HOST_MEMORY, Clock, Work, share
 
 
 @dataclasses.dataclass
@@ -88,6 +89,27 @@ def test_a_pageable_copy_is_slower_and_passes_host_memory_three_times(clock: Clo
     assert clock.host_seconds == pytest.approx(8.0, rel=1e-9)
 
 
+def test_what_a_link_holds_back_leaves_host_memory_to_others(clock: Clock) -> None:
+    clock.copy(clock.lane("evict"), "out", 10, pinned=True)  # 5 of 12, for 2 seconds
+    clock.work(None, "update", 26)  # 7 until then, and 12 for the other 12 bytes
+    assert clock.host_seconds == pytest.approx(3.0, rel=1e-9)
+
+
+def test_a_pageable_copy_has_its_share_of_host_memory_not_three(clock: Clock) -> None:
+    clock.rates = dataclasses.replace(clock.rates, pageable_bytes_per_second=4.0)  # type: ignore[type-var]
+    clock.copy(clock.lane("fetch"), "in", 8, pinned=False)  # 6 of host memory: 2 bytes a second
+    clock.work(None, "update", 24)  # 6 too
+    assert clock.host_seconds == pytest.approx(4.0, rel=1e-9)
+    assert ends(clock, "fetch") == near(4.0)
+
+
+def test_levels_that_depend_on_each_other() -> None:
+    one = Work("", "", 1.0, math.inf, (("link", 1.0), (HOST_MEMORY, 3.0)))
+    two = Work("", "", 1.0, math.inf, (("link", 1.0), (HOST_MEMORY, 1.0)))
+    share([one, two], {"link": 10.0, HOST_MEMORY: 12.0})
+    assert (one.rate, two.rate) == pytest.approx((2.0, 6.0), rel=1e-9)  # 6 of host memory each; the link has room
+
+
 def test_a_chain(clock: Clock) -> None:
     fetch, compute, evict = map(clock.lane, ("fetch", "compute", "evict"))
     clock.copy(fetch, "in", 20, pinned=True)
@@ -139,8 +161,6 @@ def test_streams_that_compute_share_the_device(clock: Clock) -> None:
 
 
 def test_no_more_is_given_than_there_is() -> None:
-    from sidestep.testing.virtual_time import Work, share
-
     uses = [(("a", 1.0), (HOST_MEMORY, 2.0)), (("a", 3.0),), (("b", 1.0), (HOST_MEMORY, 1.0)), ((HOST_MEMORY, 1.0),)]
     works = [Work("", "", 1.0, cap, use) for cap, use in zip((1.0, 100.0, 0.5, 100.0), uses, strict=True)]
     capacities = {"a": 5.0, "b": 1.0, HOST_MEMORY: 4.0}
@@ -148,4 +168,5 @@ def test_no_more_is_given_than_there_is() -> None:
     for resource, capacity in capacities.items():
         assert sum(w.rate * weight for w in works for name, weight in w.uses if name == resource) <= capacity + 1e-9
     assert all(work.rate > 0 for work in works)
-    assert torch.tensor([work.rate for work in works]).tolist() == pytest.approx([1.0, 4 / 3, 0.5, 1.5])
+    assert torch.tensor([work.rate for work in works]).tolist() == pytest.approx([0.875, 1.375, 0.5, 1.75])
+    # Of host memory the third leaves 3.5 for two, and the first, which takes it twice, the second 4.125 of "a".

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sidestep.engine.device import device_at
-from sidestep.errors import NotYetError, PinError, SimulationError
+from sidestep.errors import PinError, SimulationError
 from sidestep.testing import CATEGORIES, ScheduleError, SimulatedDevice, damaged, for_each_schedule, orders
 
 HOST = torch.device("cpu")
@@ -213,13 +213,23 @@ def test_a_tensor_subclass_is_asked_first_and_what_it_does_inside_is_deferred() 
         assert result[0].item() == 3.0
 
 
+def test_a_layout_follows_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    with SimulatedDevice() as device:
+        seen = [torch.ones(5, device=device.address).dtype]
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            seen.append(torch.ones(5, device=device.address).dtype)
+        finally:
+            torch.set_default_dtype(before)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 # What a real device could not do.
 
 
-def test_promised_parts_are_refused_by_name() -> None:
-    with pytest.raises(NotYetError, match="hardware"):
-        SimulatedDevice(hardware=object())
-    with pytest.raises(NotYetError, match="data=False"):
+def test_what_makes_no_sense_is_refused_by_name() -> None:
+    with pytest.raises(SimulationError, match=r"data=False.* is about time: give it hardware="):
         SimulatedDevice(data=False)
     with pytest.raises(SimulationError, match="eager, lazy, random, starve"), SimulatedDevice("hasty"):
         pass

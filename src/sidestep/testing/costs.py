@@ -26,7 +26,7 @@ class Costs:
 
     def of(self, func: Any, traits: Traits, operands: Operands, results: Any) -> tuple[float, int, int]:
         """Seconds on a device that has nothing else to do, bytes that are read and written, and FLOPs."""
-        key = (func, torch.backends.cuda.matmul.allow_tf32, *operands.key)
+        key = (func, torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32, *operands.key)
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._find(func, traits, operands, results)

@@ -203,7 +203,7 @@ def plan_of(function: Any, traits: Traits, operands: Operands) -> Plan:
         return Plan(now=True)
     if traits.dynamic and not (traits.indexing and all(_is_integral(tensor) for tensor in tensors[1:])):
         return Plan(now=True)
-    key = (function, *operands.key)
+    key = (function, torch.get_default_dtype(), *operands.key)
     if traits.sized_by_floats or not tensors:
         key = (*key, *operands.floats)
     plan = _plans.get(key)
