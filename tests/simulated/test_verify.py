@@ -61,6 +61,7 @@ def test_odd_ones_pass_too(name: str) -> None:
     assert_same_as_plain(run, **BRIEFLY)
 
 
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kernels", ["off", "best"])
 @pytest.mark.parametrize("placed", PLACEMENTS)
 def test_every_placement_passes(
