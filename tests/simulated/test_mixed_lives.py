@@ -201,7 +201,7 @@ def test_a_life_with_kernels_is_the_same(with_kernels: None, precision: str, exa
 
 
 def check_lives(kinds: list[str], precision: str, operations: st.SearchStrategy[Operation], example_count: int) -> None:
-    @settings(max_examples=max(3, example_count // 8), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=max(3, example_count // 24), deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         kind=st.sampled_from(kinds),
         place=PLACES,
