@@ -305,7 +305,8 @@ class Offloading:
     slots: int = 3
     pinned_memory: int | None = None
 
-    def wrap(self, optimizer: Optimizer) -> sidestep.OffloadOptimizer:
+    def wrap(self, optimizer: Optimizer, model: nn.Module | None = None) -> sidestep.OffloadOptimizer:
+        """``model``: whose forward updates overlap with."""
         chunk_bytes = self.chunk_bytes
         if self.policy in ("gradients", "all of it") and chunk_bytes is not None:
             chunk_bytes = max(chunk_bytes, 20 * 1024)  # gradients count
@@ -315,6 +316,8 @@ class Offloading:
             chunk_bytes=chunk_bytes,
             slots=self.slots,
             pinned_memory=self.pinned_memory,
+            model=model,
+            overlap=None if model is None else "forward",
         )
 
 
@@ -361,6 +364,7 @@ class World:
     ) -> None:
         torch.manual_seed(1)
         self.kind = KINDS[life.kind]
+        self.overlaps = life.overlaps
         self.device = device
         self.offloads = offloads
         self.record = record
@@ -391,7 +395,7 @@ class World:
         if self.offloads and not self.is_wrapped:
             self.has_stepped = False
             self.offloading = offloading
-            self.optimizer = offloading.wrap(self.optimizer)
+            self.optimizer = offloading.wrap(self.optimizer, self.model if self.overlaps else None)
 
     def restore(self, fault: Fault | None) -> None:
         """If it is wrapped; if there is no room, life goes on with the wrapped one."""
@@ -437,6 +441,8 @@ class World:
         """``optimizer.step()``."""
         self.with_room(lambda: self.optimizer.step())
         self.has_stepped = True
+        for parameter in self.model.parameters() if self.overlaps else ():
+            parameter.grad = None
 
     def with_room(self, action: Callable[[], Any]) -> None:
         """What fails because a dtype has outgrown the ring is done again with a larger one."""
@@ -522,7 +528,7 @@ class World:
             if self.model.first.dtype == torch.float64 or sends_gradients:
                 offloading = dataclasses.replace(offloading, chunk_bytes=ROOMY.chunk_bytes)
             self.set_policies(optimizer)
-            optimizer = offloading.wrap(optimizer)
+            optimizer = offloading.wrap(optimizer, self.model if self.overlaps else None)
             load_into(optimizer, state_dict, self.kind)
             self.offloading = offloading
         else:
@@ -1313,6 +1319,7 @@ class Life:
         offloading: the first wrapping.
         schedule, seed: the order of events of the offloaded world.
         operations: what happens.
+        overlaps: whether updates overlap with what comes next. Each step then ends with gradients of ``None``.
     """
 
     kind: str
@@ -1321,6 +1328,7 @@ class Life:
     schedule: str = "random"
     seed: int = 0
     operations: tuple[Operation, ...] = ()
+    overlaps: bool = False
 
 
 class LifeError(AssertionError):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -32,12 +33,15 @@ from sidestep.engine.stores import HostStore
 from sidestep.engine.timings import Kind, Timings
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
-from sidestep.gradients import GradientsOnHost
+from sidestep.gates import FirstForward, Gates
+from sidestep.gradients import GradientsOnHost, may_be_taken
+from sidestep.guarded import may_be_guarded
 from sidestep.host_update import recipe_for
 from sidestep.kernels import native
 from sidestep.leaves import Entries, Key, put, storage_of, tensor_at, tensors_of
 from sidestep.lending import Scaling
 from sidestep.offloaded import OffloadedGradient
+from sidestep.overlap import Overlap
 from sidestep.placement import Placement, Policy, resolve
 from sidestep.rest import StateAtRest, as_known, bring_near, encode_strangers, fetcher_of, may_rest, to_device
 from sidestep.shadow import chosen
@@ -57,6 +61,8 @@ class Settings:
     chunk_bytes: int | None
     slots: int
     verify: int = 0
+    overlaps: bool = False
+    device_memory_bytes: int | None = None
 
 
 class Arrangement:
@@ -81,6 +87,9 @@ class Arrangement:
         self.traffic = Traffic()
         self.rings: dict[torch.device, Ring] = {}
         self.host_rings: dict[torch.device, HostRing] = {}
+        self.overlap = Overlap(self.traffic) if settings.overlaps else None
+        self.gates = Gates()
+        self._first_forward: FirstForward | None = None
         self.at_rest = StateAtRest(self.store)
         self.gradients = GradientsOnHost(self.store, self.traffic)
         self.subjects: list[Subject] = []
@@ -99,7 +108,7 @@ class Arrangement:
         self._is_housed: set[Chunk] = set()
         self._near_at: dict[torch.nn.Parameter, torch.device] = {}
         self._must_stay_whole: set[torch.nn.Parameter] = set()
-        self._is_edited = True
+        self._is_edited, self._watches_gradients = True, False
         self._calls_closure_first: bool | None = None
         self._reaches: dict[tuple[Any, ...], probe.Reach] = {}
         self._signatures: list[tuple[Any, ...]] = []
@@ -107,9 +116,9 @@ class Arrangement:
         self._seen_values: list[list[Any]] = []
         self.cuttings: list[probe.Cutting] = []
         self.cuttings_now()
-        self._watches_gradients = False
         self._rounded_groups: set[int] = set()  # those with state that is rounded stochastically
         self._watch_gradients((parameter, placement) for parameter, _, _, placement in self.placements())
+        self._watch_first_forward()
 
     # Steps.
 
@@ -126,14 +135,16 @@ class Arrangement:
             BrokenStepError: a host worker failed to move state.
             torch.OutOfMemoryError: the device has no room for a chunk.
         """
+        self.catch_up()
         self.prepare()
         due = self._due()
         self._make_homes(due)
         if self.gradients.have_left:
             self._bring_views_of_gradients()
         update = own_update(type(self.optimizer), closure)
+        unguarded = self._unguarded(due)
         with alike(subject.parameter for subject in self.subjects if subject.is_shard), self._timed_step():
-            result = self._run(update, due, counted=True, scaling=scaling, is_trial=is_trial)
+            result = self._run(update, self._in_order(due, unguarded), counted=True, scaling=scaling, is_trial=is_trial)
         if scaling is not None and scaling.divides:
             self._unscale_gradients(scaling)
         self.gradients.settle()
@@ -141,7 +152,49 @@ class Arrangement:
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
             self.note_peak("parameters", bytes_of(self.device_parameters()))
+        if self.overlap is not None:
+            self._guard_parameters(self.overlap, unguarded)
         return result
+
+    def _guard_parameters(self, overlap: Overlap, unguarded: Set[torch.Tensor]) -> None:
+        model = None if self.settings.model is None else self.settings.model()
+        if model is not None:
+            self.gates.update(model)
+        overlap.finish(unguarded)
+
+    def _watch_first_forward(self) -> None:
+        model = None if self.settings.model is None else self.settings.model()
+        if self.overlap is not None and model is not None:
+            parameters = functools.partial(_parameters_of, weakref.ref(self.optimizer))
+            self._first_forward = FirstForward(model, self.gates, self.overlap, parameters)
+
+    def catch_up(self) -> None:
+        """What the current stream does from now on sees all updates."""
+        if self.overlap is not None:
+            self.overlap.catch_up()
+
+    def as_it_is(self, value: Any) -> Any:
+        """The value as it is now, for updates that may run when it has changed."""
+        return value if self.overlap is None or not isinstance(value, torch.Tensor) else self.overlap.snapshot(value)
+
+    def _unguarded(self, chunks: Iterable[Chunk]) -> set[torch.Tensor]:
+        """The parameters of these whose updates cannot be left to whoever reads them: see ``Overlap.finish``."""
+        if self.overlap is None:
+            return set()
+        parameters = {piece.parameter for chunk in chunks for piece in chunk.pieces}
+        return {p for p in parameters if not (may_be_guarded(p) and may_be_taken(p))}
+
+    def _in_order(self, chunks: list[Chunk], unguarded: Set[torch.Tensor]) -> list[Chunk]:
+        """First what the step itself must wait for, then as forward reads the parameters."""
+        if self.overlap is None:
+            return chunks
+        order, last = self.overlap.order, len(self.overlap.order)
+
+        def need(chunk: Chunk) -> tuple[bool, int]:
+            parameters = [piece.parameter for piece in chunk.pieces]
+            return unguarded.isdisjoint(parameters), min(order.get(parameter, last) for parameter in parameters)
+
+        return sorted(chunks, key=need)
 
     @contextlib.contextmanager
     def _timed_step(self) -> Iterator[None]:
@@ -240,6 +293,7 @@ class Arrangement:
             scaling=scaling,
             is_trial=is_trial,
             verified=chosen(chunks, self.settings.verify, self.steps) if counted and not is_trial else (),
+            overlap=self.overlap if counted and not is_trial else None,
         )
         self._unfinished = step
         try:
@@ -267,6 +321,9 @@ class Arrangement:
         if step is None:
             return
         step.put_back()
+        if self.overlap is not None:
+            with contextlib.suppress(Exception):  # then the step is broken anyway
+                self.overlap.catch_up()
         for ring in self.host_rings.values():
             ring.finish()
         if step.has_changed and not step.is_complete and self.broken_by is None:
@@ -278,6 +335,8 @@ class Arrangement:
     def check_usable(self) -> None:
         """Raise ``BrokenStepError`` if an earlier step failed half way."""
         self.recover()
+        if self.overlap is not None and self.overlap.failure is not None:
+            self.broken_by, self.overlap.failure = self.overlap.failure, None
         if self.broken_by is not None:
             raise BrokenStepError(
                 f"an earlier step failed after it had updated some parameters ({self.broken_by!r}), so parameters and"
@@ -432,13 +491,14 @@ class Arrangement:
                     self._must_stay_whole.add(parameter)
         on_devices = sum(n for address, n in gradient_bytes.items() if device_at(address) is not None)
         self.note_peak("gradients", on_devices + self.gradients.held_bytes)
+        structure.append(0 if self.overlap is None else len(self.overlap.order))
         return [*structure, *_ids(self.own_policies), *_ids(self.cuttings_now(structure))]
 
     def _replan(self) -> None:
         self._planned = None  # if it is refused, the last plan is no more
         self.land()
         self._check_sparse_gradients()
-        self.subjects = list(self._make_subjects())
+        self.subjects = sorted(self._make_subjects(), key=self._place_of)
         for subject in self.subjects:
             masters.check(subject)
             _check_shard(subject)
@@ -554,7 +614,7 @@ class Arrangement:
             if address in self.rings and self.rings[address].chunk_bytes != self.chunk_bytes:
                 self._close_ring(address)
             if address not in self.rings:
-                slots = min(self.settings.slots, sum(chunk.address == address for chunk in on_device))
+                slots = min(self._slots_at(device), sum(chunk.address == address for chunk in on_device))
                 self.rings[address] = Ring(device, self.store, self.traffic, slots, self.chunk_bytes)
         total_bytes = sum(subject.state_bytes for subject in self.subjects if not subject.is_host_stepped)
         staging_bytes = self.settings.slots * self.chunk_bytes
@@ -567,8 +627,21 @@ class Arrangement:
             self.host_rings.pop(address).close()
         for address, count in counts.items():
             if address not in self.host_rings:
-                slots = min(self.settings.slots, count)
+                slots = count if self.overlap is not None else min(self.settings.slots, count)
                 self.host_rings[address] = HostRing(self._device(address), self.store, self.traffic, slots)
+
+    def _slots_at(self, device: Device) -> int:
+        """As many as ``slots=``, or as ``device_memory=`` leaves room for beside all that the last steps needed."""
+        limit = self.settings.device_memory_bytes
+        if limit is None or not self._steps:
+            return self.settings.slots
+        others = device.memory().peak_bytes - self.traffic.peak_staging_bytes
+        return max(self.settings.slots, (limit - others) // self.chunk_bytes - 1)
+
+    def _place_of(self, subject: Subject) -> int:
+        """In the order in which forward reads parameters, as far as that is known."""
+        order = {} if self.overlap is None else self.overlap.order
+        return order.get(subject.parameter, len(order))
 
     @staticmethod
     def _device(address: torch.device) -> Device:
@@ -642,9 +715,10 @@ class Arrangement:
             self.optimizer.state = state
 
     def land(self) -> None:
-        """Block the host until all state is at rest."""
+        """Block the host until all state is at rest. What the current stream does then sees new parameters."""
         self.recover()
         try:
+            self.catch_up()
             for ring in self.rings.values():
                 ring.land()
         except BrokenStepError as error:
@@ -725,6 +799,9 @@ class Arrangement:
 
     def close(self) -> None:
         """Give back the memory of the rings, and of gradients that have come back."""
+        self.gates.remove()
+        if self._first_forward is not None:
+            self._first_forward.remove()
         self.gradients.close()
         for address in list(self.rings):
             self._close_ring(address)
@@ -772,6 +849,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
+def _parameters_of(optimizer: weakref.ref[torch.optim.Optimizer]) -> list[torch.nn.Parameter]:
+    found = optimizer()
+    return [] if found is None else parameters_of(found.param_groups)
+
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -814,8 +896,11 @@ def names_of(
     return names
 
 
-def abandon(rings: dict[torch.device, Ring]) -> None:
-    """The optimizer is gone: let go of its rings' memory without blocking anybody."""
+def abandon(rings: dict[torch.device, Ring], overlap: Overlap | None) -> None:
+    """The optimizer is gone: let go of its rings' memory without blocking anybody; its updates will be awaited."""
+    if overlap is not None:
+        with contextlib.suppress(Exception):
+            overlap.catch_up()
     for address, ring in rings.items():
         if device_at(address) is ring.device:  # a simulated device may be gone too
             ring.abandon()

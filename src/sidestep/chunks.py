@@ -243,6 +243,11 @@ class Chunk:
         return f"{first.subject.name}{part}{more}"
 
     @functools.cached_property
+    def places(self) -> frozenset[torch.device]:
+        """Where its parameters are."""
+        return frozenset(piece.subject.address for piece in self.pieces)
+
+    @functools.cached_property
     def is_coupled(self) -> bool:
         """Whether the update shares values between these parameters: it then runs even if gradients are missing."""
         return any(piece.subject.cutting.cut >= Cut.GROUP for piece in self.pieces)
@@ -329,6 +334,7 @@ def _one_piece(subjects: Sequence[Subject]) -> Chunk:
 
     The update runs on the host only if it may for all.
     """
+    subjects = sorted(subjects, key=lambda subject: subject.position)  # in which it may draw random numbers, say
     address = _only_address(subjects)
     if address is None:
         subjects = [on_device(subject) for subject in subjects]

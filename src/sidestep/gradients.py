@@ -40,7 +40,7 @@ class Inbound:
         upcoming = self._upcoming.popleft()
         assert upcoming is chunk, "chunks are taken in the order in which they are expected"
         self._begin(chunk)
-        if self._upcoming:
+        if self._upcoming and self._upcoming[0].places == chunk.places:  # or their streams might be others
             self._begin(self._upcoming[0])
         self._near.clear()
         arrivals = self._begun[chunk]
@@ -133,7 +133,7 @@ class GradientsOnHost:
         device = device_at(parameter.device)
         if device is None or device.is_capturing() or not may_leave(parameter):
             return
-        if not _is_nobodys(parameter):
+        if not is_nobodys(parameter):
             self.stay.add(id(parameter))
             return
         self.stay.discard(id(parameter))
@@ -195,7 +195,15 @@ def may_leave(parameter: torch.Tensor) -> bool:
     return gradient.shape == here.shape and gradient.stride() == here.stride() and not is_unlike(parameter)
 
 
-def _is_nobodys(parameter: torch.Tensor) -> bool:
+def may_be_taken(parameter: torch.Tensor) -> bool:
+    """Whether nobody but the parameter has its gradient, so that nobody can use its memory if ``grad`` is ``None``."""
+    gradient = gradient_of(parameter)
+    if gradient is None or isinstance(gradient, OffloadedGradient):
+        return True
+    return is_strided(gradient) and is_nobodys(parameter)
+
+
+def is_nobodys(parameter: torch.Tensor) -> bool:
     """Whether nobody else has its gradient, or memory of it, who would not see what is done to it later."""
     names, uses = _counts(parameter)
     least_names, least_uses = _least_counts()

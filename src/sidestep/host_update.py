@@ -6,15 +6,14 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim.optimizer import _get_scalar_dtype
 
 from sidestep import chunks
 from sidestep.chunks import ENCODED, MASTER, Chunk
-from sidestep.engine.device import Device
 from sidestep.kernels import native
 from sidestep.kernels.native import TYPES, Kernels, Piece, Rule
 from sidestep.kernels.rules import Recipe, is_plain, recipe_of
@@ -25,6 +24,14 @@ from sidestep.shards import gradient_of, local_of
 from sidestep.wrapped import Group, State
 
 _STEP = "step"
+
+Do: TypeAlias = Callable[[Callable[[], None], int], None]
+"""Runs something that moves so many bytes of host memory."""
+
+
+def at_once(function: Callable[[], None], byte_count: int) -> None:
+    """Here and now."""
+    function()
 
 
 def recipe_for(optimizer: torch.optim.Optimizer, chunks_made: Iterable[Chunk]) -> Recipe | None:
@@ -51,12 +58,24 @@ class HostUpdate:
         self._lender = lender
         self._scaling = scaling
 
-    def takes(self, chunk: Chunk, slot: AnySlot) -> bool:
-        """Whether the kernels can do for this chunk what the optimizer's own step would do."""
+    def takes(self, chunk: Chunk, slot: AnySlot, *, has_state: bool = False) -> bool:
+        """Whether the kernels can do for this chunk what the optimizer's own step would do.
+
+        ``has_state``: and whether all state that they change is at rest in its place, so that they make none.
+        """
         if self._kernels is None or not self._is_plain(chunk):
             return False
         views = slot.views()
-        return all(self._takes_piece(piece, slot, views.get(piece, {})) for piece in chunk.pieces_due())
+        due = [(piece, views.get(piece, {})) for piece in chunk.pieces_due()]
+        if has_state and not all(self._is_in_place(piece, in_slot) for piece, in_slot in due):
+            return False
+        return all(self._takes_piece(piece, slot, in_slot) for piece, in_slot in due)
+
+    def _is_in_place(self, piece: chunks.Piece, in_slot: Mapping[Any, torch.Tensor]) -> bool:
+        own = self._lender.own_before(piece) if piece.is_slice else self._state.get(piece.parameter, {})
+        names = self._recipe.moments(self._groups[piece.subject.group])
+        is_counted = not self._recipe.counts or own.get(_STEP) is not None
+        return is_counted and in_slot.keys() >= ({*names, MASTER} if piece.subject.has_master else {*names})
 
     def is_fused(self, loan: Loan) -> bool:
         """Whether torch's fused step is to do it in place of the kernels, which give the same numbers.
@@ -141,12 +160,9 @@ class HostUpdate:
         calls.are_in_turn = loan.chunk.address is None and _overlap(calls.changed)
         return calls
 
-    def run(self, calls: Calls, device: Device | None) -> None:
-        """Do it, for chunks of this device. From here on parameters and state change."""
-        if device is None:
-            self._update(calls)
-        else:
-            device.work(functools.partial(self._update, calls), byte_count=calls.byte_count)
+    def run(self, calls: Calls, do: Do) -> None:
+        """``do`` it, now or later. From here on parameters and state change."""
+        do(functools.partial(self._update, calls), calls.byte_count)
         if calls.steps:
             torch._foreach_add_(calls.steps, 1.0)
         torch.autograd.graph.increment_version(calls.changed)

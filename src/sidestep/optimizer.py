@@ -21,6 +21,7 @@ from sidestep import dcp, loading
 from sidestep.arrangement import Arrangement, Settings, abandon, names_of, placements_of
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
+from sidestep.gates import is_compiled
 from sidestep.interrupts import deferred_interrupts
 from sidestep.leaves import marks_of
 from sidestep.lending import Scaling
@@ -81,10 +82,8 @@ def offload(
         NotYetError: an argument for something that is not built yet.
     """
     later = {
-        "overlap": overlap,
         "path": path,
         "device": device,
-        "device_memory": device_memory,
         "host_memory": host_memory,
     }
     for name, value in later.items():
@@ -99,6 +98,7 @@ def offload(
         raise PlacementError(f"slots={slots!r}: give a whole number, at least 1")
     if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
         raise PlacementError(f"verify={verify!r}: give a whole number of chunks to check in each step, or 0")
+    _check_overlap(overlap, model)
     settings = Settings(
         policy=placement,
         model=None if model is None else weakref.ref(model),
@@ -106,6 +106,8 @@ def offload(
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
         slots=3 if slots is None else slots,
         verify=verify,
+        overlaps=overlap is not None,
+        device_memory_bytes=None if device_memory is None else parse_bytes("device_memory", device_memory),
     )
     groups, own_policies = _without_own_policies(optimizer.param_groups)
     placements = placements_of(groups, names_of(groups, settings.model), own_policies, settings.policy)
@@ -118,6 +120,20 @@ def offload(
         raise
     offloaded._neighbours = Neighbours(parameters_of(optimizer.param_groups))
     return offloaded
+
+
+def _check_overlap(overlap: Any, model: torch.nn.Module | None) -> None:
+    if overlap is None:
+        return
+    if overlap != "forward":
+        raise PlacementError(f'overlap={overlap!r}: it can be "forward", or None')
+    if model is None:
+        raise PlacementError('overlap="forward" needs model=, the torch.nn.Module whose parameters the optimizer has')
+    if is_compiled(model):
+        raise PlacementError(
+            'overlap="forward" needs to know when which parameters are read, and this model is compiled as a whole:'
+            " compile its blocks one by one, as in: for block in model.blocks: block.compile()"
+        )
 
 
 def _agree(
@@ -204,7 +220,7 @@ class OffloadOptimizer(Optimizer):
         self._known_groups = list(self.param_groups)
         self._own_methods = {name: vars(self._original)[name] for name in _REFUSED if name in vars(self._original)}
         vars(self._original).update({name: _refusal(self._original, name) for name in _REFUSED})
-        weakref.finalize(self, abandon, self._arrangement.rings).atexit = False
+        weakref.finalize(self, abandon, self._arrangement.rings, self._arrangement.overlap).atexit = False
 
     # What is shared with the wrapped optimizer.
 
@@ -341,6 +357,7 @@ class OffloadOptimizer(Optimizer):
         self._collect_own_policies()
         self._agree()
         scaling = None
+        self._arrangement.catch_up()
         if any(name in vars(self) for name in _SCALE):
             self._arrangement.plan()
             handles_scale = self._arrangement.handles_scale
@@ -400,12 +417,13 @@ class OffloadOptimizer(Optimizer):
     def _scaling(self) -> Scaling | None:
         scale = vars(self).get("grad_scale")
         divides = bool(getattr(self._original, "_step_supports_amp_scaling", False))
-        return None if scale is None else Scaling(scale, divides)
+        return None if scale is None else Scaling(self._arrangement.as_it_is(scale), divides)
 
     def _lend_scale(self) -> None:
         """What a ``GradScaler`` sets on this object for one step, the wrapped optimizer looks for on itself."""
         self._take_scale_back()  # if the last step was interrupted just before it did so
-        vars(self._original).update({name: vars(self)[name] for name in _SCALE if name in vars(self)})
+        given = {name: vars(self)[name] for name in _SCALE if name in vars(self)}
+        vars(self._original).update({name: self._arrangement.as_it_is(value) for name, value in given.items()})
 
     def _take_scale_back(self) -> None:
         for name in _SCALE:

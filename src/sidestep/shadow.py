@@ -19,7 +19,7 @@ from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.slots import Loose
 from sidestep.engine.stores import memory_of
 from sidestep.errors import VerificationError
-from sidestep.host_update import HostUpdate
+from sidestep.host_update import HostUpdate, at_once
 from sidestep.leaves import Entries, Key, is_strided, tensors_of
 from sidestep.lending import Lender, Loan
 from sidestep.offloaded import OffloadedGradient
@@ -181,7 +181,7 @@ class Verifier:
             for index in plain.chunk.groups
         }
         if plain.is_raw and self._host_update is not None:
-            self._host_update.run(self._host_update.prepare(plain, groups), None)
+            self._host_update.run(self._host_update.prepare(plain, groups), at_once)
         else:
             run_on(self._optimizer, self._update, list(groups.values()), plain.state)
 

@@ -7,11 +7,15 @@ again with the first chunks of the next step, which arrive while forward and bac
 
 A gradient that rests on the host comes with its chunk. Chunks whose update runs on the host come last: there it is the
 parameters and gradients that are brought, into slots on the host, and the new parameters that go back.
+
+Where the step overlaps with the next forward, updates run in a stream of their own, and on the host by a worker; the
+step enqueues them, and whoever reads a parameter first waits for its update (``overlap.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 
 from sidestep.chunks import Chunk
-from sidestep.engine.device import Stream, device_at
+from sidestep.engine.device import Device, Stream, device_at
 from sidestep.engine.host_slots import HostRing
 from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.slots import Loose, Ring, Slot
@@ -27,8 +31,10 @@ from sidestep.engine.stores import memory_of
 from sidestep.engine.threads import host_threads
 from sidestep.engine.traffic import Traffic
 from sidestep.gradients import Inbound
-from sidestep.host_update import HostUpdate, recipe_for
+from sidestep.host_update import Do, HostUpdate, at_once, recipe_for
+from sidestep.leaves import tensors_of
 from sidestep.lending import AnySlot, Lender, Loan, Scaling
+from sidestep.overlap import Overlap
 from sidestep.rest import StateAtRest
 from sidestep.shadow import Shadow, ShadowLender, Verifier
 from sidestep.wrapped import ROUNDING, Group, GroupValues, LentGroup, Update, run_on, whole_of, without_rounding
@@ -57,12 +63,14 @@ class Step:
         scaling: Scaling | None = None,
         is_trial: bool = False,
         verified: Collection[Chunk] = (),
+        overlap: Overlap | None = None,
     ) -> None:
         """For a step, ``chunks`` are those with a gradient; ``idle_groups`` have no such chunk.
 
         ``scaling``: how gradients are unscaled before the optimizer sees them; ``is_trial``: only state is to change.
-        ``verified``: the chunks that are updated a second time, to compare.
+        ``verified``: the chunks that are updated a second time, to compare. ``overlap``: updates are not waited for.
         """
+        self._overlap = overlap
         self._is_trial = is_trial
         self._verified = verified
         self._shadows: list[Shadow] = []
@@ -95,13 +103,14 @@ class Step:
         self._host_update: HostUpdate | None = None
         if recipe is not None:
             self._host_update = HostUpdate(optimizer, recipe, self._lender, scaling)
-        self._values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=is_trial)
+        snapshot = None if overlap is None else overlap.snapshot
+        self._values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=is_trial, snapshot=snapshot)
         self._verifier: Verifier | None = None
         if verified:
             lender = ShadowLender(optimizer.state, at_rest, self._inbound, scaling, rounding=rounding, is_trial=True)
             lender.of_step = self._lender
             again = None if recipe is None else HostUpdate(optimizer, recipe, lender, scaling)
-            values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=True)
+            values = GroupValues(optimizer, self._chunks_of_each_group(), is_trial=True, snapshot=snapshot)
             self._verifier = Verifier(optimizer, update, lender, values, again, at_rest)
         self._results: list[Any] = []
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them
@@ -123,12 +132,15 @@ class Step:
         self._expect()
         for address, host_ring in self._host_rings.items():
             host_ring.expect(self._upcoming(self._on_host, address), all_due=not self._is_counted)
+        self._begin_overlap()
         for chunk in self._on_device:  # first, so that the device works while the host does
             self._step_on_device(chunk)
         for chunk in self._on_host:
             self._step_on_host(chunk)
         if not self._is_trial:
             self._update_idle_groups()
+            if self._overlap is not None and self._values.changes_tensors:
+                self._overlap.catch_up()
             self._values.write_back()
         if self._is_counted and not self._is_trial:
             self._count_rounding()
@@ -139,40 +151,74 @@ class Step:
         self.is_complete = True
         self._expect()
         for ring in self._rings.values():
-            ring.prefetch()
+            with self._updating(ring.device):
+                ring.prefetch()
 
     def put_back(self) -> None:
         """Undo the loan that an interruption may have left standing: groups and state are the optimizer's own again."""
         vars(self._optimizer).update(self._whole)
         self._inbound.abandon()
 
+    def _begin_overlap(self) -> None:
+        """From here on updates on a device have a stream of their own, if they overlap with the next forward."""
+        if self._overlap is not None:
+            devices = {device.address: device for device in map(_device_of, (*self._on_device, *self._on_host)) if device}
+            for device in devices.values():
+                self._overlap.begin(device)
+
+    def _updating(self, device: Device | None) -> contextlib.AbstractContextManager[Any]:
+        """The context for updates on a device."""
+        if self._overlap is None or device is None:
+            return contextlib.nullcontext()
+        return self._overlap.updating(device)
+
     def _step_on_device(self, chunk: Chunk) -> None:
-        self._inbound.take(chunk)
         ring = self._rings.get(chunk.address) if chunk.address is not None else None
-        slot = ring.take(chunk) if ring is not None else Slot()
-        with self._timed(chunk, None if ring is None else ring.device.current_stream()):
-            loose, with_slot = self._lend_and_update(chunk, slot)
-        if ring is not None:
-            ring.evict(slot, loose, with_slot=with_slot)
+        device = _device_of(chunk)
+        with self._updating(device):
+            self._inbound.take(chunk)
+            slot = ring.take(chunk) if ring is not None else Slot()
+            with self._timed(chunk, None if ring is None else ring.device.current_stream()):
+                loose, with_slot = self._lend_and_update(chunk, slot)
+            if ring is not None:
+                ring.evict(slot, loose, with_slot=with_slot)
+        if self._overlap is not None and device is not None:
+            self._overlap.add(chunk, device)
 
     def _step_on_host(self, chunk: Chunk) -> None:
         assert chunk.address is not None
         ring = self._host_rings[chunk.address]
         slot = ring.take(chunk)
+        if self._overlap is not None and self._may_be_later(chunk, slot):
+            self._lend_and_update(chunk, slot, functools.partial(ring.update_later, slot))
+            self._overlap.add(chunk, ring.device, (ring, slot))
+            return
+        ring.receive(slot)
         with host_threads(), self._timed(chunk, None):
             loose, _ = self._lend_and_update(chunk, slot)
         for item in loose:
             item.target.copy_(memory_of(item.tensor))
         ring.give_back(slot)
 
-    def _lend_and_update(self, chunk: Chunk, slot: AnySlot) -> tuple[list[Loose], bool]:
-        """Returns the state to evict from outside the slot, and whether the slot's own bytes go out as they are."""
+    def _may_be_later(self, chunk: Chunk, slot: AnySlot) -> bool:
+        """Whether the host worker can update the chunk: kernels do it, and nothing but they must see its content."""
+        if self._host_update is None or chunk in self._verified:
+            return False
+        return self._host_update.takes(chunk, slot, has_state=True)
+
+    def _lend_and_update(self, chunk: Chunk, slot: AnySlot, do: Do | None = None) -> tuple[list[Loose], bool]:
+        """Returns the state to evict from outside the slot, and whether the slot's own bytes go out as they are.
+
+        ``do``: how kernels are run, which take it on then; by default at once.
+        """
         loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
+        if self._overlap is not None:
+            self._overlap.hold(tensor for entries in loan.state.values() for _, tensor in tensors_of(entries))
         shadow = None
         if self._verifier is not None and chunk in self._verified:
             self._finish_evictions()
             shadow = self._verifier.shadow_of(chunk, loan)
-        self._update_chunk(loan)
+        self._update_chunk(loan, do)
         if shadow is not None:
             shadow.check(loan)
         loose, with_slot = self._lender.take_back(loan, slot)
@@ -215,7 +261,7 @@ class Step:
     def _upcoming(self, chunks: Sequence[Chunk], address: torch.device) -> list[tuple[Chunk, ChunkLayout]]:
         return [(chunk, self._at_rest.layout(chunk)) for chunk in chunks if chunk.address == address]
 
-    def _update_chunk(self, loan: Loan) -> None:
+    def _update_chunk(self, loan: Loan, do: Do | None) -> None:
         on_host = loan.chunk.is_host_stepped
         is_fused = self._host_update is not None and self._host_update.is_fused(loan)
         lent = {
@@ -225,8 +271,7 @@ class Step:
         if loan.is_raw and self._host_update is not None:
             calls = self._host_update.prepare(loan, groups)
             self.has_changed = True
-            address = loan.chunk.address
-            self._host_update.run(calls, None if address is None else device_at(address))
+            self._host_update.run(calls, self._at_once(loan.chunk) if do is None else do)
             self._results.append(None)
             self.host_updates["native kernels"] += 1
             return
@@ -241,6 +286,11 @@ class Step:
             self.host_updates["torch's fused step" if is_fused else "the optimizer's own step"] += 1
         for index, (group, before) in lent.items():
             self._values.take_back(index, group, before)
+
+    @staticmethod
+    def _at_once(chunk: Chunk) -> Do:
+        device = None if chunk.address is None else device_at(chunk.address)
+        return at_once if device is None else device.work
 
     def _may_have_changed(self, loan: Loan, groups: Mapping[int, LentGroup], marks: list[Any]) -> bool:
         """Whether an update that has failed may have changed something. Only of steps do we know how they change it."""
@@ -271,6 +321,11 @@ class Step:
             for group in chunk.groups:
                 counts[group] += 1
         return counts
+
+
+def _device_of(chunk: Chunk) -> Device | None:
+    """Where all of its parameters are; ``None`` for the host, or several devices."""
+    return device_at(next(iter(chunk.places))) if len(chunk.places) == 1 else None
 
 
 def _marks(loan: Loan, groups: Mapping[int, LentGroup]) -> list[Any]:

@@ -99,11 +99,16 @@ class GroupValues:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, chunks_of_group: Sequence[int], *, is_trial: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        chunks_of_group: Sequence[int],
+        *,
+        is_trial: bool = False,
+        snapshot: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """``chunks_of_group[i]``: into how many chunks group i is cut; one alone may have the group's own tensors.
 
-        ``is_trial``: none may have them.
+        ``is_trial``: none may have them. ``snapshot``: copies those that the user may change while updates go on.
         """
         self._is_trial = is_trial
         self._groups: list[Group] = optimizer.param_groups
@@ -111,7 +116,11 @@ class GroupValues:
         self._changes: dict[int, dict[str, _Change]] = {}
         chooses_as_torch = _is_of_torch(type(optimizer))
         self._foreach = [chooses_as_torch and _is_foreach_off(group) for group in self._groups]
-        self._tensor_keys = [[k for k, v in group.items() if isinstance(v, torch.Tensor)] for group in self._groups]
+        tensors = [{k: v for k, v in group.items() if isinstance(v, torch.Tensor)} for group in self._groups]
+        self._has_snapshot = snapshot is not None
+        self._tensors = (
+            tensors if snapshot is None else [{k: snapshot(v) for k, v in group.items()} for group in tensors]
+        )
 
     def lend(
         self,
@@ -129,13 +138,13 @@ class GroupValues:
         """
         values = without_rounding(self._groups[index])
         if on_host:
-            for key in self._tensor_keys[index]:
-                values[key] = values[key].detach().to("cpu", copy=True)
+            for key, tensor in self._tensors[index].items():
+                values[key] = tensor.detach().to("cpu", copy=True)
             if "capturable" in values:
                 values["capturable"] = False
-        elif self._chunks_of_group[index] > 1 or self._is_trial:
-            for key in self._tensor_keys[index]:
-                values[key] = values[key].detach().clone()
+        elif self._chunks_of_group[index] > 1 or self._is_trial or self._has_snapshot:
+            for key, tensor in self._tensors[index].items():
+                values[key] = tensor.detach().clone()
         values["params"] = parameters
         if "param_names" in values:
             values["param_names"] = names
@@ -156,6 +165,12 @@ class GroupValues:
             if key in changes or key in ("params", "param_names"):
                 continue  # every chunk started from the same value, so the first change is the step's
             changes[key] = _Change(key, value, in_place=is_same)
+
+    @property
+    def changes_tensors(self) -> bool:
+        """Whether the step has changed tensors of groups, which the user may read."""
+        values = [change.value for changes in self._changes.values() for change in changes.values()]
+        return any(isinstance(value, torch.Tensor) for value in values)
 
     def write_back(self) -> None:
         """Give the groups the values that the step left, each change once."""

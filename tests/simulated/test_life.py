@@ -42,6 +42,7 @@ FAULT = st.one_of(
     st.builds(Fault, st.just("update"), CALL, is_late=st.booleans(), looks=st.booleans()),
 )
 SURGERY = [*sorted(life.SURGERY), "swap", "swap", "swap all", "swap within"]
+AHEAD = ["starve:update", "starve:compute"]
 PERHAPS = st.none() | FAULT
 
 
@@ -104,7 +105,7 @@ def groups(kind: Kind) -> Strategy:
     return st.sampled_from(found)
 
 
-def lives(family: str) -> st.SearchStrategy[Life]:
+def lives(family: str, *, overlaps: bool = False) -> st.SearchStrategy[Life]:
     return st.sampled_from(sorted(FAMILIES[family])).flatmap(
         lambda name: st.builds(
             Life,
@@ -112,12 +113,13 @@ def lives(family: str) -> st.SearchStrategy[Life]:
             groups=groups(KINDS[name]),
             offloading=OFFLOADING,
             schedule=st.sampled_from(
-                ["random"] * 4 + ["lazy", "eager", "starve:fetch", "starve:evict", "starve:worker"]
+                ["random"] * 4 + ["lazy", "eager", "starve:fetch", "starve:evict", "starve:worker"] + AHEAD * overlaps
             ),
             seed=st.integers(0, 99),
             operations=st.lists(operations(KINDS[name]), min_size=6, max_size=12).map(
                 lambda found: tuple(operation for operation in found if operation != life.Nothing())
             ),
+            overlaps=st.just(overlaps),
         )
     )
 
@@ -134,13 +136,14 @@ def own_garbage() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_garbage")
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapping"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_life_offloaded_is_the_life_plain(family: str, example_count: int) -> None:
-    count = -(-example_count // len(FAMILIES))
+def test_a_life_offloaded_is_the_life_plain(family: str, overlaps: bool, example_count: int) -> None:
+    count = -(-example_count // len(FAMILIES) // 2)
     events: Counter[str] = Counter()
 
     @settings(max_examples=count, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-    @given(lives(family))
+    @given(lives(family, overlaps=overlaps))
     def check(script: Life) -> None:
         found = play(script)
         for name, times in found.items():

@@ -6,6 +6,7 @@ A machine without an accelerator cannot run this file, so it stays small.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import mmap
 import time
@@ -20,12 +21,12 @@ from sidestep.engine.workers import HostEvent, HostMark, HostWorker
 from sidestep.errors import PinError
 
 
+@dataclasses.dataclass(frozen=True)
 class DeviceStream:
     """A torch stream with a name."""
 
-    def __init__(self, name: str, stream: torch.Stream) -> None:
-        self.name = name
-        self.stream = stream
+    name: str = dataclasses.field(compare=False)
+    stream: torch.Stream
 
 
 class Accelerator:
@@ -35,12 +36,21 @@ class Accelerator:
 
     def __init__(self, address: torch.device) -> None:
         self.address = address
+        self._named: dict[int, DeviceStream] = {}  # torch has few streams for many, so a name may be another's
 
     def new_stream(self, name: str, *, host: bool = False) -> Stream:
-        return HostWorker(name) if host else DeviceStream(name, torch.Stream(device=self.address))
+        if host:
+            return HostWorker(name)
+        made = DeviceStream(name, torch.Stream(device=self.address))
+        self._named[made.stream.stream_id] = made
+        return made
 
     def current_stream(self) -> DeviceStream:
-        return DeviceStream("current", torch.accelerator.current_stream(self.address))
+        stream = torch.accelerator.current_stream(self.address)
+        return self._named.get(stream.stream_id) or DeviceStream("current", stream)
+
+    def on(self, stream: Any) -> Any:
+        return stream.stream
 
     def record(self, stream: Any) -> Event:
         return stream.record() if isinstance(stream, HostWorker) else stream.stream.record_event()
@@ -69,7 +79,7 @@ class Accelerator:
     def launch(self, stream: Any, function: Callable[[], None], *, byte_count: int = 0) -> None:
         stream.launch(function)
 
-    def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
+    def work(self, function: Callable[[], None], byte_count: int = 0) -> None:
         function()
 
     def mark(self, stream: Any) -> Mark:

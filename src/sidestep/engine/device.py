@@ -6,6 +6,7 @@ seam: that file (real streams) and ``sidestep.testing.SimulatedDevice`` (adversa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -48,6 +49,9 @@ class Device(Protocol):
     def current_stream(self) -> Stream:
         """The device stream that the caller's own operations go to, at this moment."""
 
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the caller's own operations go to this device stream."""
+
     def record(self, stream: Stream) -> Event:
         """An event that is complete once everything now in ``stream`` is done."""
 
@@ -66,7 +70,7 @@ class Device(Protocol):
     def launch(self, stream: Stream, function: Callable[[], None], *, byte_count: int = 0) -> None:
         """Run ``function`` on the host worker ``stream``; ``byte_count``: of host memory that it reads and writes."""
 
-    def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
+    def work(self, function: Callable[[], None], byte_count: int = 0) -> None:
         """Run ``function`` here and now, on the caller's thread: work on host memory, of which it moves so much."""
 
     def mark(self, stream: Stream | None) -> Mark:

@@ -7,7 +7,7 @@ While the host updates one chunk, the next ones come and the last ones return.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import torch
@@ -18,6 +18,7 @@ from sidestep.engine.device import Device, Event, Stream
 from sidestep.engine.layouts import ChunkLayout
 from sidestep.engine.stores import HostStore, TensorLayout, memory_of
 from sidestep.engine.traffic import Traffic
+from sidestep.errors import BrokenStepError
 from sidestep.leaves import Key, is_dense, storage_of
 from sidestep.shards import gradient_of
 
@@ -34,6 +35,7 @@ class HostSlot:
         self.borrowed: set[int] = set()  # storages of gradients that were at home on the host already
         self.sources: list[torch.Tensor] = []  # on the device, being read
         self.arrived: Event | None = None  # guards the update: values and gradients are here
+        self.updated: Event | None = None  # guards the way back: the host worker is done with it
         self.returned: Event | None = None  # guards the next use: nobody reads the staging any more
 
     def views(self) -> dict[Piece, dict[Key, torch.Tensor]]:
@@ -67,6 +69,7 @@ class HostRing:
         self.device = device
         self._store = store
         self._traffic = traffic
+        self._worker: Stream | None = None  # for updates that nobody waits for
         self._fetch = device.new_stream("fetch")
         self._evict = device.new_stream("evict")
         self._slots = [HostSlot() for _ in range(slot_count)]
@@ -89,13 +92,41 @@ class HostRing:
             self._begin_next()
 
     def take(self, chunk: Chunk) -> HostSlot:
-        """The chunk's slot. Blocks the host until its content is there."""
+        """The chunk's slot. Its content is still on its way."""
         slot = self._filling.popleft()
         assert slot.chunk is chunk, "chunks are taken in the order in which they are expected"
+        return slot
+
+    def receive(self, slot: HostSlot) -> None:
+        """Block the host until the slot's content is there."""
         if slot.arrived is not None:
             self._traffic.synchronize(self.device, slot.arrived, sites.HOST_READS_OUTBOUND)
         slot.sources.clear()
-        return slot
+
+    def update_later(self, slot: HostSlot, function: Callable[[], None], byte_count: int) -> None:
+        """Let the host worker run ``function``, which moves so much memory, once the slot's content is there."""
+        assert slot.chunk is not None
+        if self._worker is None:
+            self._worker = self.device.new_stream("worker", host=True)
+        if slot.arrived is not None:
+            self._wait(self._worker, slot.arrived, sites.HOST_UPDATE_WAITS_OUTBOUND)
+        with self._traffic.timed(self.device, self._worker, "update", slot.chunk.name, byte_count):
+            self.device.launch(self._worker, function, byte_count=byte_count)
+        slot.updated = self.device.record(self._worker)
+
+    def send_updated(self, slot: HostSlot) -> Event:
+        """Block the host until the worker is done with the slot, and send its values; returns when they are there.
+
+        Raises:
+            BrokenStepError: the worker has failed.
+        """
+        try:
+            self._traffic.synchronize(self.device, slot.updated, sites.RETURN_WAITS_HOST_UPDATE)
+        except Exception as error:
+            self._worker = None  # if it has died, the next one is alive
+            raise BrokenStepError(f"a host worker failed to update parameters ({error!r})") from error
+        self.give_back(slot)
+        return slot.returned
 
     def give_back(self, slot: HostSlot) -> None:
         """Send the new values to the device."""
@@ -180,7 +211,7 @@ class HostRing:
 
     @staticmethod
     def _clear(slot: HostSlot) -> None:
-        slot.chunk = slot.layout = slot.arrived = None
+        slot.chunk = slot.layout = slot.arrived = slot.updated = None
         slot.values.clear()
         slot.gradients.clear()
         slot.borrowed.clear()

@@ -15,6 +15,10 @@ EVICT_WAITS_UPDATE = "evict waits for update"
 SCATTER_WAITS_EVICTION = "scatter waits for eviction"
 OUTBOUND_WAITS_BACKWARD = "outbound waits for backward"
 OUTBOUND_WAITS_RETURNED = "outbound waits for returned parameters"
+UPDATE_WAITS_BACKWARD = "update waits for backward"
+FORWARD_WAITS_UPDATE = "forward waits for update"
+HOST_UPDATE_WAITS_OUTBOUND = "host worker waits for outbound"
+RETURN_WAITS_HOST_UPDATE = "return waits for host worker"
 FORWARD_WAITS_RETURNED = "forward waits for returned parameters"
 HOST_READS_OUTBOUND = "host reads outbound"
 DEPARTURE_WAITS_GRADIENT = "departure waits for gradient"
@@ -44,6 +48,10 @@ HAZARDS: dict[str, str] = {
     SCATTER_WAITS_EVICTION: "the host worker would read staging before the device has filled it",
     OUTBOUND_WAITS_BACKWARD: "gradients and parameters would go to the host before backward has finished them",
     OUTBOUND_WAITS_RETURNED: "the next chunk would overwrite new parameters in staging before they have been sent",
+    UPDATE_WAITS_BACKWARD: "an overlapped update would read gradients, or change parameters, that backward is still at",
+    FORWARD_WAITS_UPDATE: "the forward would read parameters whose update is still on its way",
+    HOST_UPDATE_WAITS_OUTBOUND: "the host worker would update with gradients and parameters that have not arrived",
+    RETURN_WAITS_HOST_UPDATE: "parameters would be sent to the device before the host worker has updated them",
     FORWARD_WAITS_RETURNED: "the forward would read parameters that have not come back from the host",
     HOST_READS_OUTBOUND: "the host would update with gradients and parameters that have not arrived",
     DEPARTURE_WAITS_GRADIENT: "a gradient would be copied out before backward has computed it",

@@ -204,9 +204,9 @@ class Residences:
 class Allocator:
     """Stream-ordered caching allocator of one device.
 
-    A block that its last tensor has left is poisoned by an entry in its own stream, and may be allocated again from
-    that stream at once: whatever is allocated there runs after the poison. ``guards`` (from ``release``) delay this
-    until what other streams do with the block is done.
+    A block that its last tensor has left is poisoned by an entry in its own stream, before whatever is next allocated
+    or done there, and may be allocated again from that stream at once. ``guards`` (from ``release``) delay this until
+    what other streams do with the block is done.
     """
 
     def __init__(
@@ -258,7 +258,8 @@ class Allocator:
         """Take the memory from under the storage, as by ``resize_(0)``: what reads it after that sees NaN."""
         block.is_given_up = True
         self.ledger.add(block.category, -block.size_bytes)
-        self._poison(block)
+        if self._has_data:
+            self._scheduler.enqueue(block.stream, block.poison)
 
     def take_again(self, block: Block) -> None:
         """Put new memory, uninitialised, under a storage that had given its own up."""
@@ -273,7 +274,8 @@ class Allocator:
             self.ledger.add(block.category, -block.size_bytes)
         block.is_given_up = False
         block.reference = None
-        self._poison(block)
+        if self._has_data:
+            block.stream.left.append(block.poison)
         if self._cached_bytes + block.size_bytes > CACHED_BYTES_LIMIT:
             self._free.clear()
             self._cached_bytes = 0
@@ -285,6 +287,7 @@ class Allocator:
         self.settle()
         if self._faults.allocation.strikes() or not self._fits(size_bytes):
             raise torch.OutOfMemoryError(self._out_of_memory(byte_count))
+        self._scheduler.poison(stream)
         cached = self._free.get((stream, size_bytes))
         if cached:
             block = cached.pop()
@@ -294,10 +297,6 @@ class Allocator:
         block.category = category
         self.ledger.add(category, size_bytes)
         return block
-
-    def _poison(self, block: Block) -> None:
-        if self._has_data:
-            self._scheduler.enqueue(block.stream, block.poison)
 
     def _fits(self, size_bytes: int) -> bool:
         """Whether there is room, after waiting for guarded blocks if that makes it, as CUDA's allocator does."""

@@ -139,6 +139,10 @@ class SimulatedDevice:
         """Move a module (in place) or a tensor to the device; returns it."""
         return thing.to(self.address)
 
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Stream]:
+        """The seam's word for ``stream``."""
+        return self.stream(stream)
+
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[Stream]:
         """A context in which ``stream`` is the current one."""
@@ -235,7 +239,7 @@ class SimulatedDevice:
         if self._machine.clock is not None:
             self._machine.clock.work(worker.lane, "work", byte_count)
 
-    def work(self, function: Callable[[], None], *, byte_count: int = 0) -> None:
+    def work(self, function: Callable[[], None], byte_count: int = 0) -> None:
         """Run ``function`` here and now. In virtual time, the host is busy with it."""
         if self.has_data:
             function()

@@ -39,10 +39,11 @@ class Stream:
     """A FIFO of work and of events to wait for; with ``host``, a host worker.
 
     ``owner`` is the device it belongs to; ``lane`` is what it is in virtual time, where there is one. ``error`` is the
-    first exception of a worker that nobody has seen yet; a worker that ``is_dead`` does nothing more.
+    first exception of a worker that nobody has seen yet; a worker that ``is_dead`` does nothing more. ``left``: what
+    poisons memory that belongs to the stream and that nobody has any more.
     """
 
-    __slots__ = ("done", "enqueued", "entries", "error", "host", "is_dead", "lane", "name", "owner", "running")
+    __slots__ = ("done", "enqueued", "entries", "error", "host", "is_dead", "lane", "left", "name", "owner", "running")
 
     def __init__(self, name: str, owner: SimulatedDevice, *, host: bool = False, lane: Lane | None = None) -> None:
         self.lane = Lane(name) if lane is None else lane  # in virtual time
@@ -53,6 +54,7 @@ class Stream:
         self.enqueued = 0
         self.done = 0
         self.running = False
+        self.left: list[Work] = []
         self.error: BaseException | None = None
         self.is_dead = False
 
@@ -109,6 +111,16 @@ class Scheduler:
 
     def enqueue(self, stream: Stream, entry: Work | Event) -> None:
         """Put ``entry`` at the end of ``stream``, then let the schedule run what it likes."""
+        if not isinstance(entry, Event):
+            self.poison(stream)
+        self._put(stream, entry)
+
+    def poison(self, stream: Stream) -> None:
+        """From here on the stream may use memory again that was left to it."""
+        while stream.left:
+            self._put(stream, stream.left.pop())
+
+    def _put(self, stream: Stream, entry: Work | Event) -> None:
         stream.entries.append(entry)
         stream.enqueued += 1
         if not self._busy:  # what a running entry enqueues waits for the next choice

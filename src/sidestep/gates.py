@@ -1,0 +1,147 @@
+"""Modules whose forward may read parameters past torch's Python interface, where no guard sees it.
+
+For these there is a gate: before they run, their parameters are asked for.
+
+That is a module from outside torch that has parameters of its own, as it may pass them to an extension; one that is
+scripted or copied to several devices; and one that is compiled, whose parameters must be themselves before its code
+runs, or it would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from sidestep.guarded import Keeper, ask_for, guard, is_guarded, may_be_guarded, unguard
+
+
+class Gates:
+    """Hooks on the modules of one model, kept true as modules are replaced or compiled."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[Module, Any] = {}
+        self._wrapped: list[weakref.ref[Module]] = []  # compiled in place
+        weakref.finalize(self, _remove, self._hooks, self._wrapped).atexit = False
+
+    def update(self, model: Module) -> None:
+        """Put hooks on all modules that need one now, and on no others."""
+        gated = dict(_gated(model))
+        hooked = {module for module in gated if not _is_compiled_in_place(module)}
+        for module in self._hooks.keys() - hooked:
+            self._hooks.pop(module).remove()
+        for module in hooked - self._hooks.keys():
+            ask = _ask_for_all if gated[module] else _ask_for_own
+            self._hooks[module] = module.register_forward_pre_hook(ask)
+        for module in gated.keys() - hooked:
+            if not isinstance(module._compiled_call_impl, _Asking):
+                module._compiled_call_impl = _Asking(module, module._compiled_call_impl)
+                self._wrapped.append(weakref.ref(module))
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        _remove(self._hooks, self._wrapped)
+
+
+class FirstForward:
+    """Finds out, in a model's first forward, in which order that reads parameters."""
+
+    def __init__(self, model: Module, gates: Gates, keeper: Keeper, parameters: Callable[[], Iterable[Any]]) -> None:
+        """``keeper``: who is told of each parameter when it is first read. ``parameters()``: those of interest."""
+        self._gates = gates
+        self._keeper = keeper
+        self._parameters = parameters
+        self._hooks = [model.register_forward_pre_hook(_begin), model.register_forward_hook(_end, always_call=True)]
+        _first_forwards.setdefault(model, []).append(self)
+
+    def begin(self, model: Module) -> None:
+        """From now on each parameter's first reader tells of it."""
+        self._gates.update(model)
+        for parameter in self._parameters():
+            if may_be_guarded(parameter) and not is_guarded(parameter):
+                guard(parameter, self._keeper)
+
+    def end(self) -> None:
+        """Do not look any more."""
+        for parameter in self._parameters():
+            unguard(parameter)
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+_first_forwards: weakref.WeakKeyDictionary[Module, list[FirstForward]] = weakref.WeakKeyDictionary()
+"""Those that are still to come. It is kept here, so that models can be copied and pickled with their hooks."""
+
+
+def _begin(model: Module, _: Any) -> None:
+    for first in _first_forwards.get(model, ()):
+        first.begin(model)
+
+
+def _end(model: Module, *_: Any) -> None:
+    for first in _first_forwards.pop(model, ()):
+        first.end()
+
+
+def is_compiled(module: Module) -> bool:
+    """Whether all of the module is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
+    return _is_compiled_in_place(module) or _is_compiled_around(module)
+
+
+def _is_compiled_in_place(module: Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_compiled_around(module: Module) -> bool:
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported unless something was compiled
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def _gated(module: Module) -> Iterator[tuple[Module, bool]]:
+    """The modules that need a gate, and whether it is for all of their parameters, or for their own alone."""
+    if is_compiled(module) or isinstance(module, (torch.jit.ScriptModule, torch.nn.DataParallel)):
+        yield module, True
+        return
+    if module._parameters and not type(module).__module__.startswith("torch.nn."):
+        yield module, False
+    for child in module.children():
+        yield from _gated(child)
+
+
+def _ask_for_own(module: Module, _: Any) -> None:
+    ask_for(own for own in module._parameters.values() if own is not None)
+
+
+def _ask_for_all(module: Module, _: Any = None) -> None:
+    ask_for(module.parameters())
+
+
+class _Asking:
+    """A module's compiled call, before which its parameters are asked for: a hook would be compiled, too."""
+
+    def __init__(self, module: Module, compiled: Any) -> None:
+        self._module = weakref.ref(module)
+        self.compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is not None:
+            _ask_for_all(module)
+        return self.compiled(*args, **kwargs)
+
+
+def _remove(hooks: dict[Module, Any], wrapped: list[weakref.ref[Module]]) -> None:
+    while hooks:
+        hooks.popitem()[1].remove()
+    while wrapped:
+        module = wrapped.pop()()
+        if module is not None and isinstance(module._compiled_call_impl, _Asking):
+            module._compiled_call_impl = module._compiled_call_impl.compiled
