@@ -97,7 +97,14 @@ class Row:
 
 
 def run(
-    model: Model, hardware: Any, placement: Any, accumulation: int, steps: int, name: str, picture: Path | None = None
+    model: Model,
+    hardware: Any,
+    placement: Any,
+    accumulation: int,
+    steps: int,
+    name: str,
+    picture: Path | None = None,
+    **settings: Any,
 ) -> Row:
     """``placement``: ``None`` for a baseline that copies all state in before the step, and out after it."""
     began = time.perf_counter()
@@ -110,7 +117,8 @@ def run(
         plain = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
         copies_all = placement is None
         resident = P(state="device", master=model.master)
-        optimizer = sidestep.offload(plain, resident if copies_all else placement, model=net, pinned_memory=EVERYTHING)
+        chosen = resident if copies_all else placement
+        optimizer = sidestep.offload(plain, chosen, model=net, pinned_memory=EVERYTHING, **settings)
         optimizer.measure(1)
         state_bytes = sum(p.numel() for p in net.parameters()) * (8 if model.master is None else 12)
         tokens = torch.zeros(model.batch, dtype=torch.int64, device=device.address)

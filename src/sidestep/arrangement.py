@@ -48,6 +48,7 @@ from sidestep.shadow import chosen
 from sidestep.shards import alike, as_shard_of, gradient_of, local_of
 from sidestep.step import Step
 from sidestep.twins import CUT_ELEMENTS
+from sidestep.watch import Watcher
 from sidestep.wrapped import ROUNDING, Group, State, Update, own_update, parameters_of
 
 
@@ -88,8 +89,6 @@ class Arrangement:
         self.rings: dict[torch.device, Ring] = {}
         self.host_rings: dict[torch.device, HostRing] = {}
         self.overlap = Overlap(self.traffic) if settings.overlaps else None
-        self.gates = Gates()
-        self._first_forward: FirstForward | None = None
         self.at_rest = StateAtRest(self.store)
         self.gradients = GradientsOnHost(self.store, self.traffic)
         self.subjects: list[Subject] = []
@@ -103,6 +102,7 @@ class Arrangement:
         self.places = places
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them on the host
         self._forward_hooks: list[Any] = []  # that tell forward from backward
+        self._model_hooks: list[FirstForward | Watcher | Gates] = []
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
         self._is_housed: set[Chunk] = set()
@@ -118,7 +118,7 @@ class Arrangement:
         self.cuttings_now()
         self._rounded_groups: set[int] = set()  # those with state that is rounded stochastically
         self._watch_gradients((parameter, placement) for parameter, _, _, placement in self.placements())
-        self._watch_first_forward()
+        self._watch_model()
 
     # Steps.
 
@@ -136,6 +136,7 @@ class Arrangement:
             torch.OutOfMemoryError: the device has no room for a chunk.
         """
         self.catch_up()
+        self._size_rings()
         self.prepare()
         due = self._due()
         self._make_homes(due)
@@ -158,15 +159,20 @@ class Arrangement:
 
     def _guard_parameters(self, overlap: Overlap, unguarded: Set[torch.Tensor]) -> None:
         model = None if self.settings.model is None else self.settings.model()
-        if model is not None:
+        if model is not None and self.gates is not None:
             self.gates.update(model)
         overlap.finish(unguarded)
 
-    def _watch_first_forward(self) -> None:
+    gates: Gates | None = None
+
+    def _watch_model(self) -> None:
         model = None if self.settings.model is None else self.settings.model()
         if self.overlap is not None and model is not None:
             parameters = functools.partial(_parameters_of, weakref.ref(self.optimizer))
-            self._first_forward = FirstForward(model, self.gates, self.overlap, parameters)
+            self.gates = Gates()
+            self._model_hooks += [self.gates, FirstForward(model, self.gates, self.overlap, parameters)]
+            if self.settings.verify:
+                self._model_hooks.append(Watcher(model, self.overlap))
 
     def catch_up(self) -> None:
         """What the current stream does from now on sees all updates."""
@@ -322,8 +328,7 @@ class Arrangement:
             return
         step.put_back()
         if self.overlap is not None:
-            with contextlib.suppress(Exception):  # then the step is broken anyway
-                self.overlap.catch_up()
+            self.overlap.break_off()
         for ring in self.host_rings.values():
             ring.finish()
         if step.has_changed and not step.is_complete and self.broken_by is None:
@@ -630,6 +635,13 @@ class Arrangement:
                 slots = count if self.overlap is not None else min(self.settings.slots, count)
                 self.host_rings[address] = HostRing(self._device(address), self.store, self.traffic, slots)
 
+    def _size_rings(self) -> None:
+        """Once it is known what a step takes: as large as ``device_memory=`` allows."""
+        if self.settings.device_memory_bytes is not None and self._steps == 1:
+            for address in list(self.rings):
+                self._close_ring(address)
+            self.forget_plan()
+
     def _slots_at(self, device: Device) -> int:
         """As many as ``slots=``, or as ``device_memory=`` leaves room for beside all that the last steps needed."""
         limit = self.settings.device_memory_bytes
@@ -799,9 +811,8 @@ class Arrangement:
 
     def close(self) -> None:
         """Give back the memory of the rings, and of gradients that have come back."""
-        self.gates.remove()
-        if self._first_forward is not None:
-            self._first_forward.remove()
+        while self._model_hooks:
+            self._model_hooks.pop().remove()
         self.gradients.close()
         for address in list(self.rings):
             self._close_ring(address)

@@ -3,8 +3,8 @@
 For these there is a gate: before they run, their parameters are asked for.
 
 That is a module from outside torch that has parameters of its own, as it may pass them to an extension; one that is
-scripted or copied to several devices; and one that is compiled, whose parameters must be themselves before its code
-runs, or it would be compiled anew.
+scripted or copied to several devices; one that looks at the class of its parameters; and one that is compiled, whose
+parameters must be themselves before its code runs, or it would be compiled anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gates:
     """Hooks on the modules of one model, kept true as modules are replaced or compiled."""
 
     def __init__(self) -> None:
-        self._hooks: dict[Module, Any] = {}
+        self._hooks: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
         self._wrapped: list[weakref.ref[Module]] = []  # compiled in place
         weakref.finalize(self, _remove, self._hooks, self._wrapped).atexit = False
 
@@ -32,9 +32,9 @@ class Gates:
         """Put hooks on all modules that need one now, and on no others."""
         gated = dict(_gated(model))
         hooked = {module for module in gated if not _is_compiled_in_place(module)}
-        for module in self._hooks.keys() - hooked:
+        for module in set(self._hooks) - hooked:
             self._hooks.pop(module).remove()
-        for module in hooked - self._hooks.keys():
+        for module in hooked - set(self._hooks):
             ask = _ask_for_all if gated[module] else _ask_for_own
             self._hooks[module] = module.register_forward_pre_hook(ask)
         for module in gated.keys() - hooked:
@@ -107,13 +107,21 @@ def _is_compiled_around(module: Module) -> bool:
 
 def _gated(module: Module) -> Iterator[tuple[Module, bool]]:
     """The modules that need a gate, and whether it is for all of their parameters, or for their own alone."""
-    if is_compiled(module) or isinstance(module, (torch.jit.ScriptModule, torch.nn.DataParallel)):
+    if is_compiled(module) or isinstance(module, _ASKED_FOR_ALL):
         yield module, True
         return
     if module._parameters and not type(module).__module__.startswith("torch.nn."):
         yield module, False
     for child in module.children():
         yield from _gated(child)
+
+
+_ASKED_FOR_ALL = (
+    torch.jit.ScriptModule,
+    torch.nn.DataParallel,
+    torch.nn.MultiheadAttention,  # these two take another path if a parameter is not of torch's own class
+    torch.nn.TransformerEncoderLayer,
+)
 
 
 def _ask_for_own(module: Module, _: Any) -> None:
@@ -138,9 +146,10 @@ class _Asking:
         return self.compiled(*args, **kwargs)
 
 
-def _remove(hooks: dict[Module, Any], wrapped: list[weakref.ref[Module]]) -> None:
-    while hooks:
-        hooks.popitem()[1].remove()
+def _remove(hooks: weakref.WeakKeyDictionary[Module, Any], wrapped: list[weakref.ref[Module]]) -> None:
+    for handle in list(hooks.values()):
+        handle.remove()
+    hooks.clear()
     while wrapped:
         module = wrapped.pop()()
         if module is not None and isinstance(module._compiled_call_impl, _Asking):

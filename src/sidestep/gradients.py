@@ -197,10 +197,9 @@ def may_leave(parameter: torch.Tensor) -> bool:
 
 def may_be_taken(parameter: torch.Tensor) -> bool:
     """Whether nobody but the parameter has its gradient, so that nobody can use its memory if ``grad`` is ``None``."""
-    gradient = gradient_of(parameter)
-    if gradient is None or isinstance(gradient, OffloadedGradient):
+    if parameter.grad is None or isinstance(gradient_of(parameter), OffloadedGradient):
         return True
-    return is_strided(gradient) and is_nobodys(parameter)
+    return is_strided(gradient_of(parameter)) and is_nobodys(parameter)  # a name for it here would count
 
 
 def is_nobodys(parameter: torch.Tensor) -> bool:

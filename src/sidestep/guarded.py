@@ -52,14 +52,14 @@ class GuardedParameter(Parameter):
 
 def guard(parameter: Parameter, keeper: Keeper) -> None:
     """From now on ``keeper`` is asked. The parameter must be ``may_be_guarded``, or guarded already."""
-    parameter._keeper = keeper  # type: ignore[attr-defined]
-    parameter.__class__ = GuardedParameter  # type: ignore[assignment]
+    vars(parameter)["_keeper"] = keeper
+    parameter.__class__ = GuardedParameter
 
 
 def unguard(parameter: Parameter) -> None:
     """The parameter is itself again. Does nothing if it is."""
     if type(parameter) is GuardedParameter:
-        parameter.__class__ = Parameter
+        parameter.__class__ = Parameter  # type: ignore[assignment]
         del parameter._keeper
 
 

@@ -51,7 +51,7 @@ class Queue:
         self.entries: list[Pending] = []
         self._home = device.current_stream()  # it calls step(), and parameters and gradients are memory of its own
         self._traffic = traffic
-        self._caught_up = 0  # with so many of them
+        self.caught_up = 0  # with so many of them
 
     def catch_up(self, index: int) -> bool:
         """What the current stream does from now on sees this entry's update, and what the home stream does, too.
@@ -61,17 +61,17 @@ class Queue:
         current = self.device.current_stream()
         if device_at(self.device.address) is not self.device:  # a simulated one, that is gone
             return True
-        is_late = index >= self._caught_up
+        is_late = index >= self.caught_up
         event = self._event_of(index)
         for stream in [self._home] * is_late + [current] * (current != self._home):
             self._traffic.wait(self.device, stream, event, sites.FORWARD_WAITS_UPDATE)
-        for entry in self.entries[self._caught_up : index + 1]:
+        for entry in self.entries[self.caught_up : index + 1]:
             entry.held.clear()
-        self._caught_up = max(self._caught_up, index + 1)
+        self.caught_up = max(self.caught_up, index + 1)
         return bool(current == self._home)
 
     def _event_of(self, index: int) -> Event:
-        for entry in self.entries[self._caught_up : index + 1]:
+        for entry in self.entries[self.caught_up : index + 1]:
             if entry.on_host is not None and entry.event is None:
                 ring, slot = entry.on_host
                 entry.event = ring.send_updated(slot)
@@ -84,6 +84,7 @@ class Overlap:
     Attributes:
         order: of the parameters that were read so far, from 0.
         failure: what an update on the host has failed with.
+        is_at_work: whether it is waiting for updates, or sending what they have made, at this moment.
         awaited_at_once: how many parameters the last step had to wait for itself.
     """
 
@@ -91,8 +92,9 @@ class Overlap:
         self.order: dict[torch.Tensor, int] = {}
         self.failure: BaseException | None = None
         self.awaited_at_once = 0
+        self.is_at_work = False
         self._traffic = traffic
-        self._streams: dict[torch.device, Stream] = {}
+        self._streams: dict[torch.device, tuple[Device, Stream]] = {}
         self._queues: dict[tuple[torch.device, bool], Queue] = {}
         self._places: dict[Parameter, tuple[Queue, int]] = {}
         self._held: list[Any] = []
@@ -108,7 +110,7 @@ class Overlap:
         return copied
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Updates read these, and may be the last to have them: their memory may be of the stream that calls ``step()``."""
+        """Updates read these, and may be the last to have them, in memory of the stream that calls ``step()``."""
         self._held.extend(tensors)
 
     def begin(self, device: Device) -> None:
@@ -127,7 +129,7 @@ class Overlap:
         queue = self._queues[device.address, on_host is not None]
         event = None if on_host is not None else device.record(self._stream_of(device))
         queue.entries.append(Pending(chunk, event, on_host))
-        for piece in chunk.pieces:
+        for piece in chunk.pieces_due():
             self._places[piece.parameter] = (queue, len(queue.entries) - 1)
 
     def finish(self, unguarded: Collection[torch.Tensor]) -> None:
@@ -167,17 +169,40 @@ class Overlap:
                 if not self._is_learning:
                     self._forget(queue, index)
 
+    def pending(self) -> list[Parameter]:
+        """The parameters whose update nobody has awaited yet."""
+        return [parameter for parameter in self._places if self.is_pending(parameter)]
+
+    def is_pending(self, parameter: Parameter) -> bool:
+        """Whether nobody has awaited the update of this parameter yet."""
+        queue, index = self._places.get(parameter, (None, 0))
+        return queue is not None and index >= queue.caught_up
+
+    def name_of(self, parameter: Parameter) -> str:
+        """As messages name it."""
+        queue, index = self._places[parameter]
+        return next(piece.subject.name for piece in queue.entries[index].chunk.pieces if piece.parameter is parameter)
+
     def catch_up(self) -> None:
         """Make the current stream wait for all updates: what is done from now on sees them."""
         with self._lock, unasked(), deferred_interrupts():
-            try:
-                for queue in filter(_has_entries, self._queues.values()):
-                    self._catch_up(queue, len(queue.entries) - 1)
-            finally:
-                for parameter in self._places:
-                    unguard(parameter)
-                self._places.clear()
-                self._queues.clear()
+            for queue in filter(_has_entries, self._queues.values()):
+                self._catch_up(queue, len(queue.entries) - 1)
+            self._forget_all()
+
+    def break_off(self) -> None:
+        """A step has failed: what is done from now on, on the current streams, comes after all that it has enqueued."""
+        with contextlib.suppress(Exception):  # of a host worker: the step is broken anyway
+            self.catch_up()
+        self._held.clear()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Of host workers' updates, what has not been sent is lost."""
+        for device, stream in self._streams.values():
+            if device_at(device.address) is device:
+                self._traffic.wait(device, device.current_stream(), device.record(stream), sites.FORWARD_WAITS_UPDATE)
+        self._forget_all()
 
     def _catch_up(self, queue: Queue, index: int) -> bool:
         if queue.device.is_capturing():
@@ -185,11 +210,21 @@ class Overlap:
                 "a parameter is read under the capture of a CUDA graph while its update is on its way: call"
                 " optimizer.synchronize() before that"
             )
+        self.is_at_work = True
         try:
             return queue.catch_up(index)
         except Exception as error:
             self.failure = error
+            self._give_up()
             raise
+        finally:
+            self.is_at_work = False
+
+    def _forget_all(self) -> None:
+        for parameter in self._places:
+            unguard(parameter)
+        self._places.clear()
+        self._queues.clear()
 
     def _forget(self, queue: Queue, index: int) -> None:
         """Parameters of the queue's entries so far are themselves again."""
@@ -200,8 +235,8 @@ class Overlap:
 
     def _stream_of(self, device: Device) -> Stream:
         if device.address not in self._streams:
-            self._streams[device.address] = device.new_stream("update")
-        return self._streams[device.address]
+            self._streams[device.address] = device, device.new_stream("update")
+        return self._streams[device.address][1]
 
 
 def _has_entries(queue: Queue) -> bool:

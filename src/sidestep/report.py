@@ -222,6 +222,12 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             f"{unseen} gradients are on the device although they may leave it: no hook of their parameters has told of"
             " them. FSDP1 with use_orig_params=True calls none, nor does who sets gradients by hand."
         )
+    if arrangement.overlap is not None and arrangement.overlap.awaited_at_once:
+        yield (
+            f"The last step waited for the updates of {arrangement.overlap.awaited_at_once} parameters itself, as their"
+            " gradients are somebody else's, too (DDP's buckets, a name that the loop keeps), or they are of a class of"
+            " their own (sharded ones of FSDP2): these do not overlap with the next forward."
+        )
     if arrangement.at_rest.has_detours:
         yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."
 

@@ -162,7 +162,9 @@ class Step:
     def _begin_overlap(self) -> None:
         """From here on updates on a device have a stream of their own, if they overlap with the next forward."""
         if self._overlap is not None:
-            devices = {device.address: device for device in map(_device_of, (*self._on_device, *self._on_host)) if device}
+            devices = {
+                device.address: device for device in map(_device_of, (*self._on_device, *self._on_host)) if device
+            }
             for device in devices.values():
                 self._overlap.begin(device)
 

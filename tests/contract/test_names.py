@@ -74,7 +74,10 @@ def test_each_site_is_used(name: str) -> None:
 def _names_in_engine_and_step() -> set[str]:
     files = [
         file
-        for file in [PACKAGE / "step.py", PACKAGE / "offloaded.py", *(PACKAGE / "engine").glob("*.py")]
+        for file in [
+            *(PACKAGE / f"{name}.py" for name in ("step", "offloaded", "overlap")),
+            *(PACKAGE / "engine").glob("*.py"),
+        ]
         if file.stem != "sites"
     ]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
