@@ -327,7 +327,10 @@ class Lender:
         ``entries``: the state that it left.
         """
         piece = lent.piece
-        self._take_back_gradient(lent)
+        if loan.is_raw:
+            lent.stand_in.grad = None  # kernels do not change it
+        else:
+            self._take_back_gradient(lent)
         after = lent.stand_in.detach()
         is_in_place = _is_same_memory(after, lent.values)
         if not is_in_place and entries is not None:
