@@ -92,6 +92,8 @@ class Row:
     state_bytes: int
     simulated_in_seconds: float
     bound_seconds: float = 0.0
+    forward_seconds: float = 0.0  # of one forward pass, and of the update on the device, without offloading
+    update_seconds: float = 0.0
     bottleneck: str = ""
     hidden_share: float | None = None
 
@@ -146,9 +148,15 @@ def run(
             state_bytes,
             time.perf_counter() - began,
         )
+        made.forward_seconds = _seconds_of(report.spans[-1], "forward") / accumulation
+        made.update_seconds = _seconds_of(report.spans[-1], "step")
         if report.times is not None and not copies_all and placement.offloads:
             made.bottleneck, made.hidden_share = report.times.bottleneck, report.times.hidden_share
         return made
+
+
+def _seconds_of(spans: Any, kind: str) -> float:
+    return float(sum(span.seconds for span in spans if span.kind == kind))
 
 
 def copy_all(device: SimulatedDevice, byte_count: int, *, to_device: bool) -> None:

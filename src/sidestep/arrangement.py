@@ -15,6 +15,7 @@ import torch
 
 from sidestep import masters, probe
 from sidestep.chunks import (
+    FINER,
     MASTER,
     MAX_CHUNK_BYTES,
     Chunk,
@@ -213,7 +214,8 @@ class Arrangement:
         timings.end_step(device, "forward" if self._forward_hooks else "forward and backward")
 
     def _first_device(self) -> Device | None:
-        return next((device_at(chunk.address) for chunk in self.chunks if chunk.address is not None), None)
+        places = (device_at(place) for chunk in self.chunks for place in chunk.places)
+        return next((device for device in places if device is not None), None)
 
     def measure(self, steps: int) -> None:
         """Time what happens from now on, and keep the spans of the last ``steps`` steps; 0: no longer."""
@@ -508,7 +510,8 @@ class Arrangement:
             masters.check(subject)
             _check_shard(subject)
         chunk_bytes = self.settings.chunk_bytes
-        self.chunk_bytes = default_chunk_bytes(self.subjects) if chunk_bytes is None else chunk_bytes
+        finer = 1 if self.overlap is None else FINER
+        self.chunk_bytes = default_chunk_bytes(self.subjects, finer=finer) if chunk_bytes is None else chunk_bytes
         self.chunks = plan_chunks(self.subjects, self.chunk_bytes)
         self.subjects = list(dict.fromkeys(piece.subject for chunk in self.chunks for piece in chunk.pieces))
         self.warn_of_rounding()

@@ -19,6 +19,9 @@ from sidestep.twins import CUT_ELEMENTS, Cut
 _HOST = torch.device("cpu")
 MAX_CHUNK_BYTES = 64 * 2**20
 _CHUNKS_WANTED = 16
+FINER = 4
+"""By this, chunks are smaller, and slots more, where updates overlap with forward: the finer, the less it waits."""
+
 MASTER = "master"
 """The entry of a parameter's state that holds its master."""
 
@@ -282,15 +285,15 @@ class Chunk:
         return sum(aligned(p.elements * itemsize) for p in self.pieces for itemsize in p.subject.itemsizes)
 
 
-def default_chunk_bytes(subjects: Sequence[Subject]) -> int:
-    """min(64 MiB, offloaded bytes ÷ 16): a small model must not pay for a big ring.
+def default_chunk_bytes(subjects: Sequence[Subject], *, finer: int = 1) -> int:
+    """min(64 MiB, offloaded bytes ÷ 16), all of it ÷ ``finer``: a small model must not pay for a big ring.
 
     But the smallest slice at least, and up to 64 MiB what cannot be cut, or each of it would be moved outside the ring.
     """
     smallest_slice = max((CUT_ELEMENTS * subject.bytes_per_element for subject in subjects), default=0)
     whole = max((subject.state_bytes for subject in subjects if not subject.is_sliceable), default=0)
     wanted = sum(subject.state_bytes for subject in subjects) // _CHUNKS_WANTED
-    return max(1, smallest_slice, min(MAX_CHUNK_BYTES, max(wanted, whole)))
+    return max(1, smallest_slice, min(MAX_CHUNK_BYTES, max(min(wanted, MAX_CHUNK_BYTES) // finer, whole)))
 
 
 def plan_chunks(subjects: Sequence[Subject], chunk_bytes: int) -> list[Chunk]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from sidestep import dcp, loading
 from sidestep.arrangement import Arrangement, Settings, abandon, names_of, placements_of
+from sidestep.chunks import FINER
 from sidestep.engine.limits import parse_bytes
 from sidestep.errors import NotYetError, PlacementError, SidestepError, UnsupportedOptimizerError
 from sidestep.gates import is_compiled
@@ -31,6 +32,9 @@ from sidestep.report import Report, report_of
 from sidestep.skips import Skips
 from sidestep.trials import unnoticed
 from sidestep.wrapped import Group, State, parameters_of
+
+SLOTS = 3
+"""By default, where nothing overlaps with forward."""
 
 _OWN = "offload"
 """The key of a parameter group that holds the group's own policy."""
@@ -104,7 +108,7 @@ def offload(
         model=None if model is None else weakref.ref(model),
         pinned_memory_bytes=None if pinned_memory is None else parse_bytes("pinned_memory", pinned_memory),
         chunk_bytes=None if chunk_bytes is None else parse_bytes("chunk_bytes", chunk_bytes),
-        slots=3 if slots is None else slots,
+        slots=SLOTS * (1 if overlap is None else FINER) if slots is None else slots,
         verify=verify,
         overlaps=overlap is not None,
         device_memory_bytes=None if device_memory is None else parse_bytes("device_memory", device_memory),

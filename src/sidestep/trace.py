@@ -9,7 +9,7 @@ from typing import Any
 
 from sidestep.engine.timings import Span
 
-_ORDER = ("compute", "fetch", "evict", "worker", "host")
+_ORDER = ("compute", "update", "fetch", "evict", "worker", "host")
 
 
 def save(steps: Sequence[Sequence[Span]], path: Path) -> None:

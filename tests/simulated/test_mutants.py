@@ -14,8 +14,12 @@ from sidestep.engine.sites import (
     ADDITION_WAITS_DEPARTURE,
     ARRIVAL_WAITS_ADDITION,
     DEPARTURE_WAITS_ADDITION,
+    FORWARD_WAITS_UPDATE,
     HAZARDS,
     HOST_READS_SUM,
+    HOST_UPDATE_WAITS_OUTBOUND,
+    RETURN_WAITS_HOST_UPDATE,
+    UPDATE_WAITS_BACKWARD,
 )
 from sidestep.errors import SidestepError
 from sidestep.kernels import native
@@ -26,7 +30,8 @@ CHUNK_BYTES = 12 * 1024
 SHAPES = [(40, 64), (30, 40), (11, 100), (32, 40), (6, 5)]
 SLOT_BYTES = 2 * 32 * 40 * 4  # the largest chunk is that of the fourth parameter
 ALL_BYTES = 49_664  # the state of all parameters in one chunk, each tensor aligned
-SCHEDULES = [("eager", 0), ("lazy", 0), *((f"starve:{name}", 0) for name in ("compute", "fetch", "evict", "worker"))]
+STARVED = ("compute", "update", "fetch", "evict", "worker")
+SCHEDULES = [("eager", 0), ("lazy", 0), *((f"starve:{name}", 0) for name in STARVED)]
 SCHEDULES += [("random", seed) for seed in range(20)]
 
 Numbers = list[torch.Tensor]
@@ -217,9 +222,43 @@ def abandoned(device: SimulatedDevice, offloaded: bool) -> Numbers:
     return [tensor.detach().cpu() for tensor in (*parameters, *others)]
 
 
+def ahead(device: SimulatedDevice, offloaded: bool, step: str = "device") -> Numbers:
+    """Updates go on while the next forward reads parameters, and backward is at work when they begin."""
+    model = torch.nn.ParameterList(parameters_on(device))
+    parameters = list(model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if offloaded or step == "host":
+        overlap = {"model": model, "overlap": "forward"} if offloaded else {}
+        optimizer = offload(optimizer, placed={"step": step}, **overlap)
+    generator = torch.Generator().manual_seed(0)
+    noises = [torch.randn(shape, generator=generator).to(device.address) for shape in SHAPES]
+    for _ in range(STEPS):
+        total = torch.zeros((), device=device.address)
+        for parameter, noise in zip(parameters, noises, strict=True):
+            total = total + (parameter * parameter * noise).sum() + (parameter * noise).sum()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers(parameters, optimizer)
+
+
+def ahead_on_host(device: SimulatedDevice, offloaded: bool) -> Numbers:
+    """The same, with updates by host workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SIDESTEP_KERNELS", raising=False)
+        return ahead(device, offloaded, "host")
+
+
 LOOPS: list[Loop] = [straight, pageable, partly_staged, on_host, whole, looked_at, abandoned]
-LOOPS += [leaving, leaving_for_good, read_aside, accumulated]
-OF_KERNELS = [DEPARTURE_WAITS_ADDITION, ADDITION_WAITS_DEPARTURE, ARRIVAL_WAITS_ADDITION, HOST_READS_SUM]
+LOOPS += [leaving, leaving_for_good, read_aside, accumulated, ahead, ahead_on_host]
+OF_KERNELS = {
+    **dict.fromkeys([DEPARTURE_WAITS_ADDITION, ADDITION_WAITS_DEPARTURE, ARRIVAL_WAITS_ADDITION], accumulated),
+    **dict.fromkeys([HOST_UPDATE_WAITS_OUTBOUND, RETURN_WAITS_HOST_UPDATE], ahead_on_host),
+    HOST_READS_SUM: accumulated,
+}
+OF_OVERLAP = {UPDATE_WAITS_BACKWARD: ahead, FORWARD_WAITS_UPDATE: ahead}
+ALONE = {**OF_KERNELS, **OF_OVERLAP}
+"""The loops that are about one wait alone."""
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +292,7 @@ def test_nothing_deleted(loop: Loop, expected: dict[Loop, Numbers]) -> None:
 def test_a_deleted_wait_does_damage(site: str, expected: dict[Loop, Numbers]) -> None:
     if site in OF_KERNELS and native.load("baseline") is None:
         pytest.skip("no kernels were built: there was no C++ compiler")
-    for loop in [accumulated] if site in OF_KERNELS else LOOPS:
+    for loop in [ALONE[site]] if site in ALONE else LOOPS:
         for schedule, seed in SCHEDULES:
             if not is_right(loop, schedule, seed, expected[loop], deleted_waits=[site]):
                 return
