@@ -121,7 +121,7 @@ def run(
         resident = P(state="device", master=model.master)
         chosen = resident if copies_all else placement
         optimizer = sidestep.offload(plain, chosen, model=net, pinned_memory=EVERYTHING, **settings)
-        optimizer.measure(1)
+        optimizer.measure(2 if settings else 1)
         state_bytes = sum(p.numel() for p in net.parameters()) * (8 if model.master is None else 12)
         tokens = torch.zeros(model.batch, dtype=torch.int64, device=device.address)
         ends = []
@@ -139,7 +139,7 @@ def run(
         device.drain()
         report = optimizer.report()
         if picture is not None:
-            report.plot(picture)
+            report.plot(picture, steps=2 if settings else 1)
         made = Row(
             name,
             accumulation,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections import deque
@@ -28,9 +29,10 @@ from sidestep.shards import as_shard_of, gradient_of, is_sharded, is_unlike, loc
 
 
 class Inbound:
-    """The offloaded gradients of the chunks that one step updates on the device: they come one chunk ahead."""
+    """The offloaded gradients of the chunks that one step updates on the device: they come some chunks ahead."""
 
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, chunks: Iterable[Chunk], ahead: int = 1) -> None:
+        self._ahead = ahead
         self._upcoming = deque(chunks)
         self._begun: dict[Chunk, dict[Piece, Arrival | None]] = {}
         self._near: dict[Piece, torch.Tensor] = {}
@@ -40,8 +42,10 @@ class Inbound:
         upcoming = self._upcoming.popleft()
         assert upcoming is chunk, "chunks are taken in the order in which they are expected"
         self._begin(chunk)
-        if self._upcoming and self._upcoming[0].places == chunk.places:  # or their streams might be others
-            self._begin(self._upcoming[0])
+        for coming in itertools.islice(self._upcoming, self._ahead):
+            if coming.places != chunk.places:  # or their streams might be others
+                break
+            self._begin(coming)
         self._near.clear()
         arrivals = self._begun[chunk]
         for piece in list(arrivals):

@@ -87,7 +87,8 @@ class Step:
         self._at_rest = at_rest
         self._traffic = traffic
         rounding = {index: tuple(group[ROUNDING]) for index, group in enumerate(self._groups) if ROUNDING in group}
-        self._inbound = Inbound(self._on_device)
+        ahead = max([1, *(ring.slot_count - 1 for ring in rings.values())])
+        self._inbound = Inbound(self._on_device, ahead)
         unscales = getattr(optimizer, "grad_scale", None) is not None  # fused kernels do, and count no versions
         self._lender = Lender(
             optimizer.state,

@@ -111,6 +111,7 @@ class Ring:
         self._store = store
         self._traffic = traffic
         self.chunk_bytes = chunk_bytes
+        self.slot_count = slot_count
         self._slot_bytes = 0
         self._fetch = device.new_stream("fetch")
         self._evict = device.new_stream("evict")
