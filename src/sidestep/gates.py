@@ -92,8 +92,9 @@ def _end(model: Module, *_: Any) -> None:
 
 
 def is_compiled(module: Module) -> bool:
-    """Whether all of the module is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
-    return _is_compiled_in_place(module) or _is_compiled_around(module)
+    """Whether all of it is compiled, by ``torch.compile(module)``, ``module.compile()`` or ``torch.jit.script``."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return is_scripted or _is_compiled_in_place(module) or _is_compiled_around(module)
 
 
 def _is_compiled_in_place(module: Module) -> bool:
@@ -107,7 +108,8 @@ def _is_compiled_around(module: Module) -> bool:
 
 def _gated(module: Module) -> Iterator[tuple[Module, bool]]:
     """The modules that need a gate, and whether it is for all of their parameters, or for their own alone."""
-    if is_compiled(module) or isinstance(module, _ASKED_FOR_ALL):
+    has_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.children())  # which take no hooks
+    if is_compiled(module) or has_scripted or isinstance(module, _ASKED_FOR_ALL):
         yield module, True
         return
     if module._parameters and not type(module).__module__.startswith("torch.nn."):
@@ -117,7 +119,6 @@ def _gated(module: Module) -> Iterator[tuple[Module, bool]]:
 
 
 _ASKED_FOR_ALL = (
-    torch.jit.ScriptModule,
     torch.nn.DataParallel,
     torch.nn.MultiheadAttention,  # these two take another path if a parameter is not of torch's own class
     torch.nn.TransformerEncoderLayer,
