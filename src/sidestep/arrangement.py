@@ -34,6 +34,7 @@ from sidestep.engine.stores import HostStore
 from sidestep.engine.timings import Kind, Timings
 from sidestep.engine.traffic import Traffic
 from sidestep.errors import BrokenStepError, CapacityError, UnsupportedOptimizerError
+from sidestep.forwards import Phases
 from sidestep.gates import FirstForward, Gates
 from sidestep.gradients import GradientsOnHost, may_be_taken
 from sidestep.guarded import may_be_guarded
@@ -102,7 +103,7 @@ class Arrangement:
         self._has_warned = False
         self.places = places
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them on the host
-        self._forward_hooks: list[Any] = []  # that tell forward from backward
+        self._phases: Phases | None = None  # tells forward from backward
         self._model_hooks: list[FirstForward | Watcher | Gates] = []
         self._planned: list[Any] | None = None
         self._unfinished: Step | None = None
@@ -165,6 +166,7 @@ class Arrangement:
         overlap.finish(unguarded)
 
     gates: Gates | None = None
+    unverified = 0  # chunks that verify= could not compute a second time
 
     def _watch_model(self) -> None:
         model = None if self.settings.model is None else self.settings.model()
@@ -209,9 +211,14 @@ class Arrangement:
         if timings is None or device is None:
             yield
             return
+        after: Kind = "forward" if self._phases is not None else "forward and backward"
         timings.enter(device, "step")
-        yield
-        timings.end_step(device, "forward" if self._forward_hooks else "forward and backward")
+        try:
+            yield
+        except BaseException:
+            timings.enter(device, after)
+            raise
+        timings.end_step(device, after)
 
     def _first_device(self) -> Device | None:
         places = (device_at(place) for chunk in self.chunks for place in chunk.places)
@@ -220,13 +227,12 @@ class Arrangement:
     def measure(self, steps: int) -> None:
         """Time what happens from now on, and keep the spans of the last ``steps`` steps; 0: no longer."""
         self.traffic.timings = Timings(steps) if steps else None
-        while self._forward_hooks:
-            self._forward_hooks.pop().remove()
+        if self._phases is not None:
+            self._phases.remove()
         model = None if self.settings.model is None else self.settings.model()
+        self._phases = None
         if steps and model is not None:
-            owner = weakref.ref(self)
-            enter, leave = _entering(owner, "forward"), _entering(owner, "backward")
-            self._forward_hooks += [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
+            self._phases = Phases(model, weakref.WeakMethod(self._first_device), self.traffic)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the wrapped optimizer: chunk by chunk if its numbers allow that, else at once.
@@ -317,6 +323,7 @@ class Arrangement:
     def _finish(self, step: Step) -> None:
         self._steps, self._unfinished = self._steps + step.counts, None  # in one line, for the sake of interruptions
         self.host_updates.update(step.host_updates)
+        self.unverified += step.unverified
 
     @property
     def steps(self) -> int:
@@ -814,6 +821,7 @@ class Arrangement:
 
     def close(self) -> None:
         """Give back the memory of the rings, and of gradients that have come back."""
+        self.measure(0)
         while self._model_hooks:
             self._model_hooks.pop().remove()
         self.gradients.close()
@@ -825,20 +833,6 @@ class Arrangement:
     def _close_ring(self, address: torch.device) -> None:
         self.rings[address].close()
         del self.rings[address]
-
-
-def _entering(owner: weakref.ref[Arrangement], kind: Kind) -> Callable[..., None]:
-    """A hook of a module: from here on, the stream that computes does this."""
-
-    def enter(*_: Any) -> None:
-        arrangement = owner()
-        if arrangement is None or arrangement.traffic.timings is None:
-            return
-        device = arrangement._first_device()
-        if device is not None:
-            arrangement.traffic.timings.enter(device, kind)
-
-    return enter
 
 
 def _check_shard(subject: Subject) -> None:

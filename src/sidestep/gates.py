@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from sidestep.forwards import Subscription
 from sidestep.guarded import Keeper, ask_for, guard, is_guarded, may_be_guarded, unguard
 
 
@@ -55,40 +56,24 @@ class FirstForward:
         self._gates = gates
         self._keeper = keeper
         self._parameters = parameters
-        self._hooks = [model.register_forward_pre_hook(_begin), model.register_forward_hook(_end, always_call=True)]
-        _first_forwards.setdefault(model, []).append(self)
+        self._subscription = Subscription(model, self)
 
-    def begin(self, model: Module) -> None:
+    def before_forward(self, model: Module) -> None:
         """From now on each parameter's first reader tells of it."""
         self._gates.update(model)
         for parameter in self._parameters():
             if may_be_guarded(parameter) and not is_guarded(parameter):
                 guard(parameter, self._keeper)
 
-    def end(self) -> None:
+    def after_forward(self, _: Module) -> None:
         """Do not look any more."""
         for parameter in self._parameters():
             unguard(parameter)
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks away."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-
-_first_forwards: weakref.WeakKeyDictionary[Module, list[FirstForward]] = weakref.WeakKeyDictionary()
-"""Those that are still to come. It is kept here, so that models can be copied and pickled with their hooks."""
-
-
-def _begin(model: Module, _: Any) -> None:
-    for first in _first_forwards.get(model, ()):
-        first.begin(model)
-
-
-def _end(model: Module, *_: Any) -> None:
-    for first in _first_forwards.pop(model, ()):
-        first.end()
+        """Listen no longer."""
+        self._subscription.remove()
 
 
 def is_compiled(module: Module) -> bool:

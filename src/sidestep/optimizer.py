@@ -217,8 +217,7 @@ class OffloadOptimizer(Optimizer):
         self.__dict__.update({k: v for k, v in vars(self._original).items() if k.endswith("_hooks")})
         self._patch_step_function()
         self._arrangement = Arrangement(self._original, self._settings, self._own_policies, places)
-        chosen = os.environ.get(_MEASURE, "")
-        self._arrangement.measure(int(chosen) if chosen.isdecimal() else 0)
+        self._arrangement.measure(_steps_to_measure())
         self._skips = Skips()
         self._neighbours = Neighbours()  # none, until all is well
         self._known_groups = list(self.param_groups)
@@ -611,6 +610,13 @@ def _outside_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _steps_to_measure() -> int:
+    chosen = os.environ.get(_MEASURE, "0") or "0"
+    if not chosen.isdecimal():
+        raise PlacementError(f"{_MEASURE}={chosen}: give a whole number of steps to keep, or unset it")
+    return int(chosen)
 
 
 _MEASURE = "SIDESTEP_MEASURE"

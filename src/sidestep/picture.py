@@ -36,7 +36,7 @@ def draw(steps: Sequence[Sequence[Span]], title: str, path: Path) -> None:
     """
     spans = [span for step in steps for span in step if span.kind != "wait" or span.lane in ("compute", "host")]
     if not spans:
-        raise SidestepError("nothing was measured yet: call optimizer.measure(), then train for some steps")
+        raise SidestepError("nothing was measured yet: call optimizer.measure(), then train on a device")
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

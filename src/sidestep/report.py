@@ -73,7 +73,7 @@ class Report:
             SidestepError: nothing was measured.
         """
         if not self.spans:
-            raise SidestepError("nothing was measured yet: call optimizer.measure(), then train for some steps")
+            raise SidestepError("nothing was measured yet: call optimizer.measure(), then train on a device")
         trace.save(self.spans, Path(path))
 
     def plot(self, path: str | os.PathLike[str], *, steps: int = 1) -> None:
@@ -227,6 +227,11 @@ def _notes(arrangement: Arrangement) -> Iterable[str]:
             f"The last step waited for the updates of {arrangement.overlap.awaited_at_once} parameters itself, as their"
             " gradients are somebody else's, too (DDP's buckets, a name that the loop keeps), or they are of a class of"
             " their own (sharded ones of FSDP2): these do not overlap with the next forward."
+        )
+    if arrangement.unverified:
+        yield (
+            f"verify= has not checked {arrangement.unverified:,} chunks, as the optimizer has something that cannot be"
+            " copied."
         )
     if arrangement.at_rest.has_detours:
         yield "Some state rests in pageable memory and takes a detour: raise pinned_memory= if you can."

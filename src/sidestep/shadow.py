@@ -7,11 +7,14 @@ made of the chunk, and what has come to rest of it, must be the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sidestep.chunks import MASTER, Chunk, Piece
@@ -42,7 +45,7 @@ class Copies:
 
     def values_of(self, piece: Piece) -> torch.Tensor:
         """The piece's elements, in the parameter."""
-        return _near(piece, piece.part_of(piece.subject.own.detach()))
+        return piece.part_of(piece.subject.own.detach()).to(piece.subject.steps_at)  # the lender copies it
 
     def gradient_of(self, piece: Piece) -> torch.Tensor | None:
         """The piece's part of the gradient, with all that was noted of an offloaded one done."""
@@ -96,7 +99,7 @@ class Shadow:
     """A chunk on loan, and its copy on loan, which was updated the plain way."""
 
     chunk: Chunk
-    plain: Loan
+    plain: Loan | None
     at_rest: list[tuple[str, torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def check(self, loan: Loan) -> None:
@@ -105,25 +108,26 @@ class Shadow:
         Raises:
             VerificationError: some bit differs.
         """
-        for lent, other in zip(loan.pieces, self.plain.pieces, strict=True):
+        plain, self.plain = self.plain, None  # its memory is not needed beyond this
+        assert plain is not None, "a shadow is checked once"
+        for lent, other in zip(loan.pieces, plain.pieces, strict=True):
             name = lent.piece.subject.name
             found = {"the parameter": lent.stand_in, **_named(loan, lent)}
-            expected = {"the parameter": other.stand_in, **_named(self.plain, other)}
+            expected = {"the parameter": other.stand_in, **_named(plain, other)}
             if found.keys() != expected.keys():
                 raise VerificationError(f"the step left {sorted(found)} for {name}, the plain one {sorted(expected)}")
             for what, tensor in found.items():
                 compare(f"{what} of {name}", tensor, expected[what], lent.piece.start)
 
     def expect_at_rest(self, slot: Any, loose: Sequence[Loose], *, with_slot: bool) -> None:
-        """These bytes are on their way to their homes, as they are now."""
+        """These bytes are on their way to their homes, as they are now. Copies stay on the device: no wait may help."""
         for piece, views in slot.views().items() if with_slot else ():
             for key, view in views.items():
                 home = piece.part_of(slot.layout.tensors[piece][key].home.tensor)
                 self.at_rest.append((f"{key!r} at rest of {piece.subject.name}", home, view.detach().clone()))
         for item in loose:
-            self.at_rest.append(
-                (f"new state at rest of {self.chunk.name}", item.target, memory_of(item.tensor).clone())
-            )
+            new = memory_of(item.tensor).clone()
+            self.at_rest.append((f"new state at rest of {self.chunk.name}", item.target, new))
 
     def check_at_rest(self) -> None:
         """Compare what has come to rest, after all of it has.
@@ -155,18 +159,25 @@ class Verifier:
         self._host_update = host_update
         self._at_rest = at_rest
 
-    def shadow_of(self, chunk: Chunk, loan: Loan) -> Shadow:
-        """The chunk, updated the plain way. All of its state is at rest; ``loan``: as the step will update it."""
+    def shadow_of(self, chunk: Chunk, loan: Loan) -> Shadow | None:
+        """The chunk, updated the plain way. All of its state is at rest; ``loan``: as the step will update it.
+
+        ``None`` if the optimizer has something that cannot be copied, a lock say, and that the update might change.
+        """
         layout = None if chunk.address is None else self._at_rest.layout(chunk)
         plain = self._lender.lend(chunk, Copies(chunk, layout), is_raw=loan.is_raw)  # type: ignore[arg-type]
-        for lent in plain.pieces:
-            if lent.stand_in in plain.state:
-                plain.state[lent.stand_in] = _apart(plain.state[lent.stand_in], lent.in_slot)
-        for key in [key for key in plain.state if not isinstance(key, torch.Tensor)]:
-            plain.state[key] = copy.deepcopy(plain.state[key])
         attributes = dict(vars(self._optimizer))
+        memo = _instead(plain)
         try:
-            with torch.random.fork_rng(devices=_devices_of(chunk)):
+            plain.state.update({key: copy.deepcopy(entries, memo) for key, entries in plain.state.items()})
+            own = {
+                name: copy.deepcopy(attributes[name], memo) for name in attributes if _is_own(name, attributes[name])
+            }
+        except Exception:
+            return None
+        try:
+            vars(self._optimizer).update(own)
+            with _random_numbers_kept(chunk):
                 self._run(plain)
         finally:
             vars(self._optimizer).clear()
@@ -191,15 +202,32 @@ def chosen(chunks: Sequence[Chunk], count: int, step: int) -> set[Chunk]:
     return {chunks[(step * count + k) % len(chunks)] for k in range(min(count, len(chunks)))}
 
 
-def _apart(entries: Entries, in_slot: dict[Key, torch.Tensor]) -> Entries:
-    """The entries with copies of all that is not in the slot."""
-    return copy.deepcopy(entries, {id(tensor): tensor for tensor in in_slot.values()})
+def _instead(plain: Loan) -> dict[int, Any]:
+    """What copies of the optimizer's own have in the place of what: what was lent is a copy already."""
+    memo: dict[int, Any] = {}
+    for lent in plain.pieces:
+        memo.update({id(tensor): tensor for tensor in (lent.stand_in, *lent.in_slot.values())})
+        memo[id(lent.piece.parameter)] = lent.stand_in
+    return memo
 
 
-def _devices_of(chunk: Chunk) -> list[torch.device]:
-    """Those with random numbers of their own."""
-    addresses = {piece.subject.address for piece in chunk.pieces}
-    return [address for address in addresses if address.type not in ("cpu", "meta")]
+def _is_own(name: str, value: Any) -> bool:
+    """Whether an optimizer's attribute is its own, so that its update may change it."""
+    return name not in ("param_groups", "state", "defaults") and not name.endswith("_hooks") and not callable(value)
+
+
+@contextlib.contextmanager
+def _random_numbers_kept(chunk: Chunk) -> Iterator[None]:
+    """A context after which whoever draws random numbers gets those that would have come without it."""
+    addresses = {piece.subject.address for piece in chunk.pieces if piece.subject.address.type not in ("cpu", "meta")}
+    kind = next((address.type for address in addresses), "cuda")
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=list(addresses), device_type=kind):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _named(loan: Loan, lent: Any) -> dict[str, torch.Tensor]:

@@ -115,6 +115,7 @@ class Step:
             self._verifier = Verifier(optimizer, update, lender, values, again, at_rest)
         self._results: list[Any] = []
         self.host_updates: Counter[str] = Counter()  # chunks by what has updated them
+        self.unverified = 0  # chunks that were to be verified, but cannot be
         self.has_changed = False
         self.is_complete = False
 
@@ -221,6 +222,7 @@ class Step:
         if self._verifier is not None and chunk in self._verified:
             self._finish_evictions()
             shadow = self._verifier.shadow_of(chunk, loan)
+            self.unverified += shadow is None
         self._update_chunk(loan, do)
         if shadow is not None:
             shadow.check(loan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sidestep.errors import VerificationError
+from sidestep.forwards import Subscription
 from sidestep.guarded import unasked
 from sidestep.leaves import is_strided, storage_of
 from sidestep.overlap import Overlap
@@ -40,40 +40,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Watcher:
-    """Hooks with which a model's forward is watched."""
+    """Watches each forward of a model."""
 
     def __init__(self, model: torch.nn.Module, overlap: Overlap) -> None:
         self._overlap = overlap
         self._entered: list[Watch] = []
-        self._hooks = [model.register_forward_pre_hook(_enter), model.register_forward_hook(_leave, always_call=True)]
-        _watchers.setdefault(model, []).append(self)
+        self._subscription = Subscription(model, self)
 
-    def enter(self) -> None:
+    def before_forward(self, _: torch.nn.Module) -> None:
         """The forward begins."""
         watch = Watch(self._overlap)
         watch.__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(watch)
 
-    def leave(self) -> None:
+    def after_forward(self, _: torch.nn.Module) -> None:
         """The forward has ended, one way or the other."""
         if self._entered:
             self._entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Watch no longer."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-
-_watchers: weakref.WeakKeyDictionary[torch.nn.Module, list[Watcher]] = weakref.WeakKeyDictionary()
-"""It is kept here, so that models can be copied and pickled with their hooks."""
-
-
-def _enter(model: torch.nn.Module, _: Any) -> None:
-    for watcher in _watchers.get(model, ()):
-        watcher.enter()
-
-
-def _leave(model: torch.nn.Module, *_: Any) -> None:
-    for watcher in reversed(_watchers.get(model, ())):
-        watcher.leave()
+        self._subscription.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,6 +139,8 @@ class GroupValues:
         torch's fused one.
         """
         values = without_rounding(self._groups[index])
+        if self._is_trial:
+            values.update({key: _copied(value) for key, value in values.items() if key != "params"})
         if on_host:
             for key, tensor in self._tensors[index].items():
                 values[key] = tensor.detach().to("cpu", copy=True)
@@ -193,6 +197,13 @@ class _Change:
 
 
 _MISSING = object()
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what a group holds, as far as it can be copied. Tensors are copied elsewhere."""
+    with contextlib.suppress(Exception):
+        return value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return value
 
 
 def _is_of_torch(kind: type[torch.optim.Optimizer]) -> bool:

@@ -25,7 +25,7 @@ LAYERS = [
     {"chunks"},
     {"guarded", "engine", "masters"},
     {"kernels"},
-    {"rest", "gradients", "offloaded"},
+    {"rest", "gradients", "offloaded", "forwards"},
     {"gates", "overlap"},
     {"watch"},
     {"lending"},

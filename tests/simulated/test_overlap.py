@@ -527,8 +527,7 @@ def test_reading_under_capture_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("with_kernels")
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_host_worker_that_fails_is_an_error_where_its_parameters_are_read(dies: bool) -> None:
+def test_a_host_worker_that_fails_is_an_error_where_its_parameters_are_read() -> None:
     with SimulatedDevice("random") as device:
         loop = offloaded_loop(device, ON_HOST["host"])
         for number in range(2):
@@ -536,7 +535,7 @@ def test_a_host_worker_that_fails_is_an_error_where_its_parameters_are_read(dies
             loop.step()
         saved = copied({"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()})
         loop.backward(2)
-        device.fail_work(2, dies=dies)
+        device.fail_work(2)
         loop.step()
         with pytest.raises(BrokenStepError, match="host worker"):
             loop.model(tokens(0, device))
@@ -646,4 +645,4 @@ def test_too_little_device_memory_is_no_less_than_the_default() -> None:
     with SimulatedDevice("random") as device:
         loop = offloaded_loop(device, device_memory=1)
         plainly(loop)
-        assert len(loop.optimizer._arrangement.rings[device.address]._slots) == 3
+        assert len(loop.optimizer._arrangement.rings[device.address]._slots) == 12

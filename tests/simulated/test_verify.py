@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import random
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -16,7 +20,7 @@ from sidestep.kernels.native import Kernels
 from sidestep.testing import SimulatedDevice
 from sidestep.testing.schedules import orders
 from tests import homemade, loops
-from tests.loops import BRIEFLY, Wrap, adamw, assert_equal, assert_same_as_plain, backward, net_on, outcome
+from tests.loops import BRIEFLY, Wrap, adamw, assert_equal, assert_same_as_plain, backward, copied, net_on, outcome
 from tests.optimizers import CASES, Case
 
 P = sidestep.Placement
@@ -162,3 +166,67 @@ def test_a_kernel_that_is_wrong_once_is_found_out(with_kernels: None, monkeypatc
 def test_what_is_no_number_is_refused(verify: Any) -> None:
     with pytest.raises(PlacementError, match="verify"):
         sidestep.offload(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), verify=verify)
+
+
+class Habit(torch.optim.Optimizer):
+    """Momentum whose rate comes from something that a second update must not change."""
+
+    def __init__(self, params: Any, factor: Callable[[Any, Any], float]) -> None:
+        super().__init__(params, {"lr": 0.1, "seen": []})
+        self.factor = factor
+        self.buffers: dict[torch.Tensor, torch.Tensor] = {}
+        self.count = torch.zeros(())
+        self.generator = torch.Generator().manual_seed(0)
+        self.lock = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                rate = group["lr"] * self.factor(self, group)
+                p.sub_(self.buffers.setdefault(p, torch.zeros_like(p)).add_(p.grad) * rate)
+
+
+def counted(optimizer: Any, _: Any) -> float:
+    optimizer.count += 1
+    return 1 / float(optimizer.count)
+
+
+def listed(_: Any, group: Any) -> float:
+    group["seen"].append(1)
+    return 1 / len(group["seen"])
+
+
+FACTORS = {
+    "an attribute that counts": counted,
+    "a list in a group": listed,
+    "Python's random numbers": lambda *_: random.random(),
+    "numpy's random numbers": lambda *_: float(np.random.rand()),
+    "a generator of its own": lambda optimizer, _: float(torch.rand((), generator=optimizer.generator)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_second_update_changes_nothing_of_the_optimizers_own(name: str) -> None:
+    found = {}
+    for wraps in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        with SimulatedDevice("random") as device:
+            model = net_on(device, dropout=0.0)
+            optimizer: Any = Habit(model.parameters(), FACTORS[name])
+            if wraps:
+                optimizer = loops.offloaded(optimizer, verify=99, chunk_bytes=2**20)
+            loops.train(model, optimizer, range(3))
+            found[wraps] = copied(dict(model.named_parameters()))
+    assert_equal(found[True], found[False])
+
+
+def test_what_cannot_be_copied_is_not_verified_and_the_report_says_so() -> None:
+    with SimulatedDevice("random") as device:
+        model = net_on(device, dropout=0.0)
+        optimizer = Habit(model.parameters(), lambda *_: 1.0)
+        optimizer.lock = threading.Lock()  # type: ignore[assignment]
+        optimizer = loops.offloaded(optimizer, verify=1)  # type: ignore[assignment]
+        loops.train(model, optimizer, range(2))
+        assert "cannot be copied" in str(optimizer.report())  # type: ignore[attr-defined]

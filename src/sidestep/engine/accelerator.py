@@ -29,6 +29,10 @@ class DeviceStream:
     stream: torch.Stream
 
 
+_CLOSE_SECONDS = 10
+"""What lies further apart, drivers tell in single precision of milliseconds with errors that would show."""
+
+
 class Accelerator:
     """One accelerator. Implements ``sidestep.engine.device.Device``."""
 
@@ -36,7 +40,7 @@ class Accelerator:
 
     def __init__(self, address: torch.device) -> None:
         self.address = address
-        self._named: dict[int, DeviceStream] = {}  # torch has few streams for many, so a name may be another's
+        self._named: dict[int, DeviceStream] = {}  # of a few streams that torch has for all, so a name may be another's
 
     def new_stream(self, name: str, *, host: bool = False) -> Stream:
         if host:
@@ -93,10 +97,15 @@ class Accelerator:
         return stream.stream.record_event(torch.Event(device=self.address, enable_timing=True))
 
     def seconds(self, mark: Any) -> float | None:
-        event, at = self._origin
         if isinstance(mark, HostMark):
-            return None if mark.at is None else mark.at - at
-        return event.elapsed_time(mark) / 1000 if mark.query() else None
+            return mark.at
+        if not mark.query():
+            return None
+        event, at = self._origin
+        seconds = at + event.elapsed_time(mark) / 1000
+        if seconds - at > _CLOSE_SECONDS:
+            self._origin = (mark, seconds)
+        return float(seconds)
 
     @functools.cached_property
     def _origin(self) -> tuple[torch.Event, float]:

@@ -86,7 +86,7 @@ def random_bits(count: int, key: int, start: int, device: torch.device) -> torch
     first = (start + 2**31) % 2**32 - 2**31
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(first)  # wraps around
     bits.bitwise_xor_(key)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
-        bits.bitwise_xor_((bits >> shift) & (2 ** (32 - shift) - 1))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1))
         bits.mul_(factor)
-    return bits.bitwise_and_(0xFFFF)
+    return bits.bitwise_xor_(bits >> 16).bitwise_and_(0xFFFF)

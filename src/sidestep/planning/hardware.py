@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import itertools
@@ -108,7 +109,7 @@ class Hardware:
         known = _presets()
         found = _spellings().get(wanted)
         if found is not None:
-            return known[found]
+            return copy.deepcopy(known[found])  # its tables are the caller's
         near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or list(known)[:3]
         raise HardwareError(
             f"there is no preset {name!r}; the nearest are {', '.join(known[key].name for key in near)}. Describe your"

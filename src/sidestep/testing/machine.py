@@ -54,6 +54,7 @@ class Machine:
 
     def __init__(self, schedule: str, seed: int, rates: Rates | None = None, *, has_data: bool = True) -> None:
         """``rates``: for virtual time; without ``has_data`` nothing is computed or copied."""
+        self.rates = rates
         self.clock = None if rates is None else Clock(rates)
         self.costs = None if rates is None else Costs(rates)
         self.has_data = has_data
