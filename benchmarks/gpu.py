@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib.util
 import json
 import platform
 import time
@@ -28,7 +29,15 @@ from sidestep.testing import SimulatedDevice
 
 TIMED_STEPS = 5
 WARM_UP_STEPS = 3
-MODES = ("plain", "offloaded", "offloaded, and measured", "copied in and out")
+RING = {"slots": 16, "chunk_bytes": "32MiB"}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "offloaded": {},
+    "offloaded, and measured": {},
+    "overlapped": {"overlap": "forward"},
+    "overlapped, ring of 512 MiB": {"overlap": "forward", **RING},
+    "overlapped, split masters, bf16 moments": {"overlap": "forward", **RING},
+}
+MODES = ("plain", *OFFLOADED, "copied in and out", "torchao's CPUOffloadOptimizer")
 Batch = dict[str, torch.Tensor]
 
 
@@ -98,14 +107,21 @@ def measure(where: Place, build: Callable[[Place], tuple[torch.nn.Module, Batch]
     torch.manual_seed(0)
     model, batch = build(where)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if mode.startswith("offloaded"):
-        optimizer = sidestep.offload(optimizer, model=model)
+    if mode in OFFLOADED:
+        is_short = "split" in mode
+        placement = sidestep.Placement(
+            master="split" if is_short else None, state_dtype=torch.bfloat16 if is_short else None
+        )
+        optimizer = sidestep.offload(optimizer, placement, model=model, **OFFLOADED[mode])
         optimizer.measure(TIMED_STEPS if mode == "offloaded, and measured" else 0)
     elif mode == "copied in and out":
         optimizer = CopiedInAndOut(optimizer)
+    elif mode.startswith("torchao"):
+        optimizer = torchao_optimizer(model)
     start = 0.0
-    for step in range(WARM_UP_STEPS + TIMED_STEPS):
-        if step == WARM_UP_STEPS:  # from here on the device is left alone: transfers may hide behind the next forward
+    warm_up, timed = (1, 2) if where.is_simulated else (WARM_UP_STEPS, TIMED_STEPS)
+    for step in range(warm_up + timed):
+        if step == warm_up:  # from here on the device is left alone: transfers may hide behind the next forward
             _finish(where)
             _reset_peak(where)
             start = time.perf_counter()
@@ -117,12 +133,25 @@ def measure(where: Place, build: Callable[[Place], tuple[torch.nn.Module, Batch]
     memory = device_at(where.address).memory()  # type: ignore[union-attr]
     return {
         "mode": mode,
-        "seconds_per_step": seconds / TIMED_STEPS,
+        "seconds_per_step": seconds / timed,
         "rest_bytes": memory.allocated_bytes,
         "peak_bytes": memory.peak_bytes,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "report": str(optimizer.report()) if mode.startswith("offloaded") else "",
+        "report": str(optimizer.report()) if mode in OFFLOADED else "",
     }
+
+
+def torchao_optimizer(model: torch.nn.Module) -> Any:
+    """The nearest peer. It updates each parameter on the host as its gradient arrives: no clipping by the norm."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, lr=1e-4)
+
+
+def modes(where: Place) -> list[str]:
+    """Those that there are here."""
+    has_torchao = not where.is_simulated and importlib.util.find_spec("torchao") is not None
+    return [mode for mode in MODES if has_torchao or not mode.startswith("torchao")]
 
 
 def _finish(where: Place) -> None:
@@ -170,7 +199,7 @@ def parity_section(where: Place) -> tuple[str, dict[str, Any]]:
 def speed_section(where: Place) -> tuple[str, list[dict[str, Any]]]:
     lines, results = ["## Memory and step time\n"], []
     for build in (bert_large, gpt_1b):
-        measured = [measured_alone(where, build, mode) for mode in MODES]
+        measured = [measured_alone(where, build, mode) for mode in modes(where)]
         results += [{"model": build.__name__, **row} for row in measured]
         plain = measured[0]["seconds_per_step"]
         size = "Tiny, in the place of this" if where.is_simulated else "This"
@@ -200,17 +229,22 @@ def prediction_section(where: Place, measured: list[dict[str, Any]]) -> str:
         hardware = preset.calibrated(plain, own["plain"])
         found = predicted(hardware, where, build, is_offloaded=True)
         lines.append(f"| {build.__name__} offloaded | {own['offloaded']:.4f} | {found:.4f} |")
+        for mode in ("overlapped", "overlapped, ring of 512 MiB"):
+            found = predicted(hardware, where, build, is_offloaded=True, **OFFLOADED[mode])
+            lines.append(f"| {build.__name__} {mode} | {own[mode]:.4f} | {found:.4f} |")
     return "\n".join([*lines, ""])
 
 
-def predicted(hardware: Any, where: Place, build: Callable[[Place], Any], *, is_offloaded: bool) -> float:
+def predicted(
+    hardware: Any, where: Place, build: Callable[[Place], Any], *, is_offloaded: bool, **settings: Any
+) -> float:
     """Seconds per step, as ``measure`` finds them."""
     with SimulatedDevice(hardware=hardware, data=False) as device:
         model, batch = build(Place(device.address, is_simulated=where.is_simulated))
         foreach = None if where.is_simulated else True  # as torch chooses there
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach)
         if is_offloaded:
-            optimizer = sidestep.offload(optimizer, model=model, pinned_memory="4096GiB")
+            optimizer = sidestep.offload(optimizer, model=model, pinned_memory="4096GiB", **settings)
         start = 0.0
         for step in range(WARM_UP_STEPS + TIMED_STEPS):
             if step == WARM_UP_STEPS:

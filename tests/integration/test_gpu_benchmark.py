@@ -29,6 +29,6 @@ def test_it_runs_on_the_simulated_device(tmp_path: Path) -> None:
     assert all(results["parity"]["identical"].values())
     assert all(results["parity"]["identical_when_late"].values())
     assert any(results["parity"]["damaged_when_deleted"].values())
-    modes = {"plain", "offloaded", "offloaded, and measured", "copied in and out"}
-    assert {row["mode"] for row in results["speed"]} == modes
+    modes = {row["mode"] for row in results["speed"]}
+    assert {"plain", "offloaded", "offloaded, and measured", "overlapped", "copied in and out"} <= modes
     assert "predicted, s" in (tmp_path / "gpu-simulated.md").read_text()
