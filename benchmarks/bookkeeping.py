@@ -11,11 +11,13 @@ writes ``benchmarks/bookkeeping.md`` and ``.json``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -33,36 +35,53 @@ from sidestep.wrapped import run_on
 STEPS = 30
 
 
+_CURRENT = types.SimpleNamespace(name="current")
+
+
 class Nothing:
     """A device whose memory has no content, and whose verbs do nothing."""
 
     address = torch.device("meta")
 
-    def new_stream(self, name: str, *, host: bool = False) -> str:
-        return name
+    def new_stream(self, name: str, *, host: bool = False) -> Any:
+        return types.SimpleNamespace(name=name)
 
-    def current_stream(self) -> str:
-        return "current"
+    def current_stream(self) -> Any:
+        return _CURRENT
 
-    def record(self, stream: str) -> None:
+    has_data = True
+
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def mark(self, stream: Any) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+    def work(self, function: Callable[[], None], byte_count: int = 0) -> None:
+        function()
+
+    def record(self, stream: Any) -> None:
         pass
 
-    def wait(self, stream: str, event: None, *, site: str) -> None:
+    def wait(self, stream: Any, event: None, *, site: str) -> None:
         pass
 
     def synchronize(self, event: None, *, site: str) -> None:
         pass
 
-    def copy(self, stream: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         pass
 
-    def launch(self, stream: str, function: Callable[[], None], *, byte_count: int = 0) -> None:
+    def launch(self, stream: Any, function: Callable[[], None], *, byte_count: int = 0) -> None:
         function()
 
     def empty(self, byte_count: int) -> torch.Tensor:
         return torch.empty(byte_count, dtype=torch.uint8, device="meta")
 
-    def release(self, tensor: torch.Tensor, stream: str) -> None:
+    def release(self, tensor: torch.Tensor, stream: Any) -> None:
         pass
 
     def pin(self, byte_count: int) -> torch.Tensor:
@@ -75,7 +94,7 @@ class Nothing:
         return DeviceMemory(0, 0)
 
 
-def bookkeeping(shapes: list[tuple[int, ...]], **settings: Any) -> dict[str, Any]:
+def bookkeeping(shapes: list[tuple[int, ...]], *, measures: bool = False, **settings: Any) -> dict[str, Any]:
     """Median microseconds of Python per step, per chunk and per parameter."""
     device = Nothing()
     register(device)
@@ -90,15 +109,20 @@ def bookkeeping(shapes: list[tuple[int, ...]], **settings: Any) -> dict[str, Any
 
     try:
         parameters = [torch.nn.Parameter(torch.zeros(shape, device="meta")) for shape in shapes]
+        if "overlap" in settings:
+            settings["model"] = torch.nn.ParameterList(parameters)
         optimizer = sidestep.offload(torch.optim.AdamW(parameters, foreach=True), **settings)
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        optimizer.measure(10 if measures else 0)
         left = []
         with mock.patch.object(sidestep.step, "run_on", timed):
             for _ in range(STEPS):
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
                 spent[0] = 0.0
                 start = time.thread_time()
                 optimizer.step()
+                for parameter in parameters if "overlap" in settings else ():
+                    parameter.detach()
                 left.append((time.thread_time() - start - spent[0]) * 1e6)
         chunks = optimizer.report().chunks
     finally:
@@ -113,9 +137,9 @@ def bookkeeping(shapes: list[tuple[int, ...]], **settings: Any) -> dict[str, Any
     }
 
 
-def least(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+def least(shapes: list[tuple[int, ...]], **settings: Any) -> dict[str, Any]:
     """The quickest of five runs: what else the machine does can only add."""
-    return min((bookkeeping(shapes) for _ in range(5)), key=lambda row: row["microseconds_per_step"])
+    return min((bookkeeping(shapes, **settings) for _ in range(5)), key=lambda row: row["microseconds_per_step"])
 
 
 def import_milliseconds() -> float:
@@ -146,15 +170,22 @@ def staging_bytes(layers: int) -> dict[str, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    models = {
-        "10 large parameters (2048 x 2048)": least([(2048, 2048)] * 10),
-        "1,000 small parameters (64 x 64)": least([(64, 64)] * 1000),
+    shapes = {
+        "10 large parameters (2048 x 2048)": [(2048, 2048)] * 10,
+        "1,000 small parameters (64 x 64)": [(64, 64)] * 1000,
     }
+    models = {}
+    for name, own in shapes.items():
+        models[name] = least(own)
+        models[f"{name}, measured"] = least(own, measures=True)
+        models[f"{name}, overlapped and read"] = least(own, overlap="forward")
     growth = [staging_bytes(layers) for layers in (4, 8, 16, 32, 64)]
     imported = import_milliseconds()
     lines = [
         "# Bookkeeping\n",
-        "`python -m benchmarks.bookkeeping`: Python time of `step()` beside copies and the wrapped step; AdamW.\n",
+        "`python -m benchmarks.bookkeeping`: Python time of `step()` beside copies and the wrapped step; AdamW."
+        ' "Measured": with `optimizer.measure(10)`. "Overlapped and read": with `overlap="forward"`, and with what it'
+        " takes to read each parameter afterwards.\n",
         "| model | chunks | µs per step | µs per chunk | µs per parameter |",
         "|---|---|---|---|---|",
         *(

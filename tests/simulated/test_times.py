@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -304,3 +306,95 @@ def test_a_large_model_takes_no_memory() -> None:
         assert device.ledger.peak() > 15 * 2**30
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 2 * 2**20
+
+
+def test_a_model_that_is_measured_can_be_copied_and_pickled_and_copies_tell_nobody() -> None:
+    with SimulatedDevice(hardware=SLOW) as device:
+        model, optimizer = measured(device, steps=2)
+        pickle.dumps(model)
+        twin = copy.deepcopy(model)
+        before = len(optimizer._arrangement.traffic.timings._now)
+        loops.loss_of(twin, 0).backward()
+        assert len(optimizer._arrangement.traffic.timings._now) == before
+
+
+def test_evaluation_is_no_part_of_a_step_and_nothing_is_told_after_restore() -> None:
+    with SimulatedDevice(hardware=SLOW) as device:
+        model, optimizer = measured(device, steps=2)
+        now = optimizer._arrangement.traffic.timings._now
+        with torch.no_grad():
+            loops.loss_of(model, 0)
+        assert not now
+        optimizer.restore()
+        assert not model._forward_hooks
+        assert optimizer._arrangement.traffic.timings is None
+
+
+def test_a_step_that_fails_is_over() -> None:
+    exposed = {}
+    for fails in (False, True):
+        with SimulatedDevice(hardware=SLOW) as device:
+            model = net_on(device)
+            optimizer = loops.offloaded(adamw(model))
+            optimizer.measure(1)
+            loops.train(model, optimizer, range(3))
+            if fails:
+                loops.backward(model, 3)
+                device.fail_allocation()
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer._arrangement.rings[device.address].close() or optimizer.step()
+            loops.train(model, optimizer, range(3, 5))
+            device.drain()
+            exposed[fails] = optimizer.report().times.exposed_seconds  # type: ignore[union-attr]
+    assert exposed[True] == pytest.approx(exposed[False], rel=0.1)
+
+
+def test_a_model_that_is_compiled_is_compiled_once() -> None:
+    torch._dynamo.reset()
+    compiled = []
+    model: Any = torch.nn.Linear(8, 8)
+    optimizer = sidestep.offload(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    optimizer.measure(2)
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    whole = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(12):
+        whole(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    assert len(compiled) == 1
+    torch._dynamo.reset()
+
+
+def test_nothing_is_marked_under_capture() -> None:
+    with SimulatedDevice(hardware=SLOW) as device:
+        model, optimizer = measured(device, steps=2)
+        now = optimizer._arrangement.traffic.timings._now
+        with device.capturing():
+            loops.loss_of(model, 0)
+        assert not now
+
+
+def test_the_environment_says_how_many_steps_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loops.Net()
+    monkeypatch.setenv("SIDESTEP_MEASURE", "yes")
+    with pytest.raises(PlacementError, match="SIDESTEP_MEASURE=yes"):
+        sidestep.offload(adamw(model))
+
+
+def test_devices_of_one_machine_have_the_same_hardware() -> None:
+    with SimulatedDevice(hardware=SLOW), SimulatedDevice(hardware=SLOW, index=1):
+        pass
+    for first, second in ((SLOW, None), (None, SLOW), (SLOW, SLOW.with_changes(cores=3))):
+        with SimulatedDevice(hardware=first), pytest.raises(SimulationError, match="same hardware"):
+            SimulatedDevice(hardware=second, index=1).__enter__()
+
+
+def test_a_larger_ring_is_advised_by_what_it_would_save() -> None:
+    with SimulatedDevice(hardware=SLOW) as device:
+        _, optimizer = measured(device, overlap="forward", slots=1)
+        times = optimizer.report().times
+        assert any("A ring that is larger by" in sentence for sentence in times.advice)
+        assert times.wait_seconds[sites.FORWARD_WAITS_UPDATE] > 0

@@ -98,7 +98,7 @@ class SimulatedDevice:
             raise SimulationError(f"there is a device at {self.address} already; give the second one another index")
         if machine.has_data is not self.has_data:
             raise SimulationError("devices of one machine have data=True all, or data=False all")
-        if (machine.clock is not None and self._hardware is None) or machine.rates not in (None, self._hardware):
+        if machine.rates != self._hardware:
             raise SimulationError("devices of one machine have the same hardware=, or none all of them")
         self._machine = machine
         self._residences = machine.residences
