@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import torch
 
 from sidestep.chunks import ALIGNMENT_BYTES, DECODABLE, MASTER, Chunk, Piece, aligned
-from sidestep.engine.codecs import decode, encode, join, key_of, split
+from sidestep.engine.codecs import decode, encode, join, key_of, noise_on, split
 from sidestep.engine.device import Device
 from sidestep.engine.host_slots import HostSlot
 from sidestep.engine.slots import Loose, Slot
@@ -175,6 +175,7 @@ class Lender:
         self._scaling = scaling
         self._all_due = all_due
         self._before: dict[torch.nn.Parameter, Entries] = {}
+        self._noise: dict[torch.device, torch.Tensor] = {}
 
     def lend(self, chunk: Chunk, slot: AnySlot, *, is_raw: bool = False) -> Loan:
         """The chunk as the optimizer's only parameters. State tensors are those of the slot.
@@ -437,11 +438,16 @@ class Lender:
         for name in piece.subject.encoded:
             values = after.get(name)
             if _may_be_encoded(values, piece):
-                encoded = encode(values, self.rounding_key(piece, name), piece.start)
+                encoded = encode(values, self.rounding_key(piece, name), piece.start, self._noise_on(values.device))
                 place = lent.in_slot.get(name)
                 is_alike = place is not None and place.shape == encoded.shape
                 after[name] = place.copy_(encoded) if is_alike and place is not None else encoded
         return after
+
+    def _noise_on(self, address: torch.device) -> torch.Tensor:
+        if address not in self._noise:
+            self._noise[address] = noise_on(address)
+        return self._noise[address]
 
     def _drop_removed(self, lent: Lent, own: Entries, after: Entries) -> None:
         for name in [name for name in without_master(own, lent.piece.subject) if name not in after]:

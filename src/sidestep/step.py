@@ -217,7 +217,7 @@ class Step:
         """
         loan = self._lender.lend(chunk, slot, is_raw=self._is_for_kernels(chunk, slot))
         if self._overlap is not None:
-            self._overlap.hold(tensor for entries in loan.state.values() for _, tensor in tensors_of(entries))
+            self._overlap.hold(tensor for lent in loan.pieces for _, tensor in tensors_of(lent.own))
         shadow = None
         if self._verifier is not None and chunk in self._verified:
             self._finish_evictions()

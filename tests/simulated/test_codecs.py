@@ -33,6 +33,8 @@ def outcome(model: Any, optimizer: Any) -> Any:
 
 # The rounding itself.
 
+NOISE = codecs.noise_on(torch.device("cpu"))
+
 
 def test_what_bf16_has_stays_and_the_rest_goes_to_a_neighbour() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 10
@@ -71,9 +73,7 @@ def test_the_mean_is_kept() -> None:
 def test_bits_are_fair_and_independent() -> None:
     """Each of the 16 bits, over elements and over keys, and between neighbours: within 5 standard errors of fair."""
     count = 1 << 16
-    rows = torch.stack(
-        [codecs.random_bits(count, codecs.key_of(0, step, 3, "m"), 0, torch.device("cpu")) for step in range(8)]
-    )
+    rows = torch.stack([codecs.random_bits(count, codecs.key_of(0, step, 3, "m"), 0, NOISE) for step in range(8)])
     bits = torch.stack([(rows >> position) & 1 for position in range(16)]).double()
     tolerance = 5 * 0.5 / count**0.5
     assert (bits.mean(-1) - 0.5).abs().max() < tolerance
@@ -94,21 +94,21 @@ def test_the_numbers_are_these_for_good() -> None:
     key = codecs.key_of(1234, 5, 6, "exp_avg")
     assert key == -1326314843
     start = 2**31 - 2
-    bits = codecs.random_bits(4, key, start, torch.device("cpu")).tolist()
+    bits = codecs.random_bits(4, key, start, NOISE).tolist()
     assert bits == [mixed(start + index, key) & 0xFFFF for index in range(4)]
 
 
 def mixed(index: int, key: int) -> int:
     """The same mixture in Python's own numbers."""
-    word = (index ^ key) & 0xFFFFFFFF
+    word = (index + key) % codecs.PERIOD
     word = ((word ^ word >> 16) * 0x7FEB352D) & 0xFFFFFFFF
     word = ((word ^ word >> 15) * 0x846CA68B) & 0xFFFFFFFF
     return word ^ word >> 16
 
 
 def test_an_index_beyond_32_bits_wraps_around() -> None:
-    first = codecs.random_bits(3, 9, 2**32 - 1, torch.device("cpu"))
-    assert torch.equal(first[1:], codecs.random_bits(2, 9, 0, torch.device("cpu")))
+    first = codecs.random_bits(3, 9, 2**32 - 1, NOISE)
+    assert torch.equal(first[1:], codecs.random_bits(2, 9, 0, NOISE))
 
 
 # In training.

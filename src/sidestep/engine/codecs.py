@@ -26,17 +26,19 @@ def decode(encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return encoded.to(dtype)
 
 
-def encode(values: torch.Tensor, key: int, start: int = 0) -> torch.Tensor:
+def encode(values: torch.Tensor, key: int, start: int = 0, noise: torch.Tensor | None = None) -> torch.Tensor:
     """``values`` rounded stochastically to bf16; what bf16 can represent, and what is not finite, stays as it is.
 
     Args:
         values: a dense tensor in fp32, or in fp64, which is rounded to the nearest in fp32 first.
         key: of this tensor in this step.
         start: index of the first element, if it is a slice of the parameter's state.
+        noise: what ``noise_on`` gives where the tensor is, for who encodes several.
     """
+    noise = noise_on(values.device) if noise is None else noise
     values = values.to(torch.float32)
     flat = values.as_strided((values.numel(),), (1,), values.storage_offset())  # in the order of memory
-    rounded = (flat.view(torch.int32) + random_bits(flat.numel(), key, start, flat.device)) & -0x10000
+    rounded = (flat.view(torch.int32) + random_bits(flat.numel(), key, start, noise)) & -0x10000
     finite = torch.where(torch.isfinite(flat), rounded.view(torch.float32), flat)
     encoded = torch.empty_strided(values.shape, values.stride(), dtype=ENCODED, device=values.device)
     encoded.as_strided((values.numel(),), (1,), 0).copy_(finite)
@@ -77,16 +79,27 @@ def correction_of(master: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
     return correction.masked_fill_((correction == -0x8000) & is_truncated, 0x7FFF)
 
 
-def random_bits(count: int, key: int, start: int, device: torch.device) -> torch.Tensor:
-    """16 random bits for each of the elements [start, start + count), (count,) int32.
+PERIOD = 2**20
+"""Of the noise: so many elements are rounded each in its own way. Where a tensor begins in it, in a step, says the key."""
 
-    The index is mixed with the key by a bijection of 32-bit words, in the form "xor a shift, multiply, …"; the
-    constants are those that Chris Wellons found by search for the least bias ("Prospecting for hash functions", 2018).
+
+def noise_on(device: torch.device) -> torch.Tensor:
+    """16 random bits for each of ``PERIOD`` elements, (PERIOD,) int32, of which ``random_bits`` takes what it needs.
+
+    The index is mixed by a bijection of 32-bit words, in the form "xor a shift, multiply, …"; the constants are those
+    that Chris Wellons found by search for the least bias ("Prospecting for hash functions", 2018).
     """
-    first = (start + 2**31) % 2**32 - 2**31
-    bits = torch.arange(count, dtype=torch.int32, device=device).add_(first)  # wraps around
-    bits.bitwise_xor_(key)
+    bits = torch.arange(PERIOD, dtype=torch.int32, device=device)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1))
         bits.mul_(factor)
     return bits.bitwise_xor_(bits >> 16).bitwise_and_(0xFFFF)
+
+
+def random_bits(count: int, key: int, start: int, noise: torch.Tensor) -> torch.Tensor:
+    """16 random bits for each of the elements [start, start + count), (count,) int32; perhaps a view of ``noise``."""
+    first = (start + key) % PERIOD
+    if first + count <= PERIOD:
+        return noise[first : first + count]
+    whole, rest = divmod(first + count - PERIOD, PERIOD)
+    return torch.cat([noise[first:], *[noise] * whole, noise[:rest]])

@@ -40,7 +40,7 @@ struct Numbers {
 
   // 16 random bits of an element by its index and a key; sidestep.engine.codecs says where this comes from.
   SIDESTEP_INLINE static Words random_bits(Words index, uint32_t key) {
-    Words bits = index ^ key;
+    Words bits = (index + key) & 0xFFFFFu;
     bits = (bits ^ (bits >> 16)) * 0x7FEB352Du;
     bits = (bits ^ (bits >> 15)) * 0x846CA68Bu;
     return (bits ^ (bits >> 16)) & 0xFFFFu;
