@@ -67,12 +67,12 @@ def bound_of(plain: Row, elements: int, hardware: Any, placement: sidestep.Place
     return max(rest + max(hidden, meanwhile), (into + out + on_host) / hardware.host_memory_bytes_per_second)
 
 
-def rows_of(key: str, model: Model, steps: int, scale: float) -> list[Overlapped]:
+def rows_of(key: str, model: Model, steps: int, scale: float, *, is_brief: bool) -> list[Overlapped]:
     hardware = sidestep.Hardware.preset(model.machine).with_changes(compute_scale=scale)
     os.environ["SIDESTEP_THREADS"] = str(hardware.cores)
     found: list[Overlapped] = []
     resident = P(state="device", master=model.master)
-    for accumulation in (1, 4):
+    for accumulation in (1,) if is_brief else (1, 4):
         plain = run(model, hardware, resident, accumulation, steps, "no offload")
         plain.bound_seconds = plain.step_seconds
         found.append(Overlapped(**dataclasses.asdict(plain)))
@@ -80,7 +80,7 @@ def rows_of(key: str, model: Model, steps: int, scale: float) -> list[Overlapped
         for name, placement in [*placements(model), *with_16_bits(model)]:
             at_once = run(model, hardware, placement, accumulation, steps, name).step_seconds
             for ring, (slots, chunk) in RINGS.items():
-                if accumulation > 1 and ring != max(RINGS):
+                if (accumulation > 1 or is_brief) and ring != max(RINGS):
                     continue
                 is_drawn = accumulation == 1 and ring == 512 and placement.state_dtype is None
                 picture = IMAGES / f"overlap-{key}-{placement.step}-{placement.gradients}.png" if is_drawn else None
@@ -126,13 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--brief", action="store_true", help="one accumulation step, the larger ring")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     IMAGES.mkdir(parents=True, exist_ok=True)
     scales = json.loads((ROOT / "benchmarks" / "timeline.json").read_text())
     for key, model in MODELS.items():
         if given.only in (None, key):
-            rows = rows_of(key, model, given.steps, scales[key]["scale"])
+            rows = rows_of(key, model, given.steps, scales[key]["scale"], is_brief=given.brief)
             made = [dataclasses.asdict(row) for row in rows]
             (ROOT / "benchmarks" / f"overlap-{key}.json").write_text(json.dumps(made, indent=1) + "\n")
     text = [TEXT]

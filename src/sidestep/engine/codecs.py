@@ -80,7 +80,7 @@ def correction_of(master: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
 
 
 PERIOD = 2**20
-"""Of the noise: so many elements are rounded each in its own way. Where a tensor begins in it, in a step, says the key."""
+"""Of the noise: so many elements are rounded each in its own way. The key says where in it a tensor begins."""
 
 
 def noise_on(device: torch.device) -> torch.Tensor:
