@@ -19,8 +19,8 @@ SIMULATED = Path(__file__).parent / "simulated"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, default=20, help="how many seeds each randomised test runs with (default 20)")
-    parser.addoption("--examples", type=int, help="how many random lives to try (default: 25 for each of --seeds, 500)")
+    parser.addoption("--seeds", type=int, default=8, help="how many seeds each randomised test runs with (default 8)")
+    parser.addoption("--examples", type=int, help="how many random lives to try (default: 25 for each of --seeds, 200)")
     parser.addoption("--every", type=int, default=1, help="of the simulated tests run only each N-th (default 1: all)")
 
 

@@ -341,3 +341,26 @@ def test_15_an_optimizer_that_looks_at_whole_parameters(ranks: dict[int, Ranks],
 def test_15_what_such_an_optimizer_cannot_have_is_refused_by_name(ranks: dict[int, Ranks]) -> None:
     with pytest.raises(RankError, match=r'rank \d: Placement\(step="host"\) needs an update'):
         ranks[2].run(same_with_norms, "host step")
+
+
+# Overlap with the next forward falls back: all-gathers read shards past the parameter.
+
+
+def overlapping(device: SimulatedDevice, wrap: Wrap) -> Any:
+    model = sharded_net(device)
+    optimizer = wrap(loops.adamw(model), model=model, overlap="forward")
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+    if isinstance(optimizer, sidestep.OffloadOptimizer):
+        assert "waited for the updates of" in str(optimizer.report())
+    return outcome(model, optimizer)
+
+
+def same_overlapping(placed: str) -> None:
+    assert_same(overlapping, placement(placed))
+
+
+@every_placement
+def test_a_step_that_was_to_overlap_is_waited_for_and_the_report_says_so(ranks: dict[int, Ranks], placed: str) -> None:
+    ranks[2].run(same_overlapping, placed)
