@@ -148,22 +148,28 @@ class Arrangement:
         unguarded = self._unguarded(due)
         with alike(subject.parameter for subject in self.subjects if subject.is_shard), self._timed_step():
             result = self._run(update, self._in_order(due, unguarded), counted=True, scaling=scaling, is_trial=is_trial)
-        if scaling is not None and scaling.divides:
-            self._unscale_gradients(scaling)
+        try:
+            self._settle(scaling, unguarded)
+        except BaseException:
+            if self.overlap is not None:
+                self.overlap.break_off()  # what is not guarded yet must not be read as it is
+            raise
+        return result
+
+    def _settle(self, scaling: Scaling | None, unguarded: Set[torch.Tensor]) -> None:
+        """The updates are under way: put gradients and parameters in order for what comes next."""
         self.gradients.settle()
         if self.steps <= 2 or self._measured is not self._planned:  # later steps leave no other state on the device
             self._measured = self._planned
             self.note_peak("state", bytes_of(self.resident_state()))
             self.note_peak("parameters", bytes_of(self.device_parameters()))
         if self.overlap is not None:
-            self._guard_parameters(self.overlap, unguarded)
-        return result
-
-    def _guard_parameters(self, overlap: Overlap, unguarded: Set[torch.Tensor]) -> None:
-        model = None if self.settings.model is None else self.settings.model()
-        if model is not None and self.gates is not None:
-            self.gates.update(model)
-        overlap.finish(unguarded)
+            model = None if self.settings.model is None else self.settings.model()
+            if model is not None and self.gates is not None:
+                self.gates.update(model)
+            self.overlap.finish(unguarded)
+        if scaling is not None and scaling.divides:
+            self._unscale_gradients(scaling)  # those that no update reads any more
 
     gates: Gates | None = None
     unverified = 0  # chunks that verify= could not compute a second time

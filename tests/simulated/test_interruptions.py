@@ -63,6 +63,7 @@ CASES = [
     case("muon, chunks beyond the ring", torch.optim.Muon, 2, chunk_bytes=4096),
     case("lamb", homemade.Lamb, 2),
     case("rebinding", homemade.Rebinding, 2),
+    case("adamw, overlapping", torch.optim.AdamW, 2, overlap="forward"),
 ]
 
 
@@ -84,6 +85,8 @@ class Run:
         self.optimizer: Any = case.build(self.parameters, lr=1e-2)
         if offloads:
             settings = {"chunk_bytes": 20 * 1024, "slots": 2, **dict(case.settings)}
+            if "overlap" in settings:
+                settings["model"] = torch.nn.ParameterList(self.parameters)
             self.optimizer = sidestep.offload(self.optimizer, sidestep.Placement(min_elements=64), **settings)
 
     def set_gradients(self, step: int) -> None:
@@ -283,8 +286,17 @@ class Interrupted(torch.optim.AdamW):
         return super().step(closure)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, even if these tests were started in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal to this process")
 @pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_takes_effect_at_the_end_of_the_step_and_a_second_one_at_once(times: int) -> None:
     one = Case("adamw", Interrupted, 2)
     expected = plain(one)

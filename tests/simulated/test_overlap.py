@@ -253,6 +253,23 @@ def test_a_scaler_whose_scale_the_kernel_itself_divides_by() -> None:
     assert_same(scaled, fused=True)
 
 
+@pytest.mark.parametrize("placed", [P(min_elements=MIN_ELEMENTS, state_dtype=torch.bfloat16)])
+def test_a_scaler_whose_scale_is_known_to_the_step(placed: P) -> None:
+    """Optimizers that divide by the scale themselves, and state that must not be rounded in a step that is skipped."""
+
+    def run(device: SimulatedDevice, **settings: Any) -> Any:
+        loop = Loop(device, lambda o, model: sidestep.offload(o, placed, model=model, **settings), fused=True)
+        return scaled(loop), loop.outcome()
+
+    with SimulatedDevice("eager") as device:
+        expected = run(device, chunk_bytes=2 * CHUNK_BYTES)
+    for_each_schedule(
+        lambda device: assert_equal(run(device, chunk_bytes=2 * CHUNK_BYTES, overlap="forward"), expected),
+        schedules=SCHEDULES,
+        seeds=range(2),
+    )
+
+
 @pytest.mark.parametrize("pinned_memory", [0, 30_000])
 @pytest.mark.filterwarnings("ignore:Sidestep keeps some optimizer state in pageable")
 def test_state_in_pageable_memory(pinned_memory: int) -> None:
