@@ -54,10 +54,8 @@ def test_lbfgs_is_refused_with_a_reason() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        {"overlap": "forward"},
         {"path": "state/"},
         {"device": "cuda"},
-        {"device_memory": "24GiB"},
         {"host_memory": 1},
     ],
 )
